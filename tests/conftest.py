@@ -37,7 +37,7 @@ LONG_MODULES = (
 
 @pytest.fixture(autouse=True)
 def fresh_accelerator():
-    """Reset Accelerate's state before and after each test, because a test may set another precision."""
+    """Reset Accelerate's state before and after each test, because tests may set different precisions."""
     AcceleratorState._reset_state(True)
     yield
     AcceleratorState._reset_state(True)
@@ -52,7 +52,7 @@ def default_signals():
 
 
 def pytest_configure():
-    """Block the import of `openvino_telemetry`: it sends usage data of OpenVINO, and it forks the process."""
+    """Block the import of `openvino_telemetry`, because this package sends usage data and forks the process."""
     sys.modules["openvino_telemetry"] = None
 
 

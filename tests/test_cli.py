@@ -63,7 +63,7 @@ def test_the_program_lists_all_commands():
 
 
 def test_choices_list_every_defined_name():
-    """`frugalvit.training.choices` repeats names of other modules, because importing these modules takes long."""
+    """Importing modules takes long, so `frugalvit.training.choices` repeats names that they define."""
     from frugalvit import PatchSparseFormerConfig
     from frugalvit.configuration import configuration_bootstrapped_vit
     from frugalvit.configuration.configuration_vit_context_broadcast import (

@@ -78,7 +78,7 @@ def test_rows_files_and_picture(outcome):
 
 
 def test_an_interrupted_comparison_resumes(outcome, tmp_path, monkeypatch):
-    """A comparison that resumes runs only models that have no row in the results. Speeds are measured last."""
+    """A resumed comparison computes only models that have no row in the results. Speeds are measured last."""
     embedded, folder = [], tmp_path / "out"
 
     def embed(baselines, images, **reading):

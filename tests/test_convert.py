@@ -94,7 +94,7 @@ class TestCommand:
     @pytest.mark.parametrize("variant", ["v1", "bootstrapped"])
     @torch.no_grad()
     def test_classifiers(self, tmp_path, capsys, variant, suffix):
-        """The converted model computes the fixture's logits. `--variant` is given for one file format only."""
+        """The converted model computes the fixture's logits. The test passes `--variant` only with safetensors."""
         source = tmp_path / f"checkpoint{suffix}"
         if suffix == ".pth":
             torch.save({"model": checkpoint_of(variant)}, source)
@@ -123,7 +123,7 @@ class TestCommand:
         config = AutoConfig.from_pretrained(tmp_path / "out")
         assert config.architectures == ["SparseFormerVisionModelWithProjection"]
         assert (config.projection_dim, config.hidden_act) == (10, "quick_gelu")
-        # The fixture's model has GELU and a classifier bias. So GELU is set here, and the bias is subtracted.
+        # The fixture's model has GELU and a classifier bias, so the test sets GELU and subtracts the bias from logits.
         model = SparseFormerVisionModelWithProjection.from_pretrained(tmp_path / "out", hidden_act="gelu")
         reference = load_file(FIXTURES["bootstrapped"])
         expected = reference["logits"] - reference["state.proj.bias"]

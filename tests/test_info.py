@@ -16,7 +16,7 @@ from frugalvit.training.text import format_table
 
 
 # Columns: tokens, image size, parameters, and the reference implementation's GMACs without and with the two matrix
-# products of attention. None means that no count is checked. GMACs of v1 include the matrix products of mixing.
+# products of attention. A number that is None is not checked. GMACs of v1 include the matrix products of mixing.
 REFERENCE = {
     "v1-tiny": (49, 224, 31_522_212, 2.160, None),
     "v1-small": (64, 224, 47_575_056, 3.949, None),

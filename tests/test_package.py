@@ -73,7 +73,7 @@ SOURCES = sorted(path for folder in ROOMS for path in (ROOT / folder).rglob("*.p
 
 
 def test_imports_point_one_way():
-    """A module imports only from its own folder and from folders before it in `ROOMS`, also inside functions."""
+    """A module may import only from its own folder and the folders before this folder in `ROOMS`."""
     for path in SOURCES:
         room, *folders = path.relative_to(ROOT).parent.parts
         package = ".".join(["frugalvit", *([] if room == "frugalvit" else [room]), *folders])
@@ -114,7 +114,7 @@ def test_wheel_holds_code_data_and_checkpoints(wheel):
 
 
 def test_wheel_works_when_installed(wheel, tmp_path):
-    """The wheel contains the CIFAR-10 models. For the other models, the error message refers to a clone."""
+    """The wheel contains the CIFAR-10 models. The error message for other models says that a clone contains them."""
     zipfile.ZipFile(wheel).extractall(tmp_path)
     clone = sorted(path.parent.name for path in (ROOT / "checkpoints").glob("*/config.json"))
     code = f"""

@@ -64,7 +64,6 @@ def test_places_are_named_as_file_and_symbol():
 
 
 def test_commands_and_results_exist():
-    """Programs, tests, commands, recipes and results files named in docs/papers.md exist."""
     for command in {command for line in LINES for command in named(line["command"])}:
         program, name, *words = shlex.split(command)
         if program == "pytest":

@@ -38,7 +38,6 @@ COMMAND_LINES = [
 
 
 def test_code_of_every_card_runs(tmp_path, monkeypatch):
-    """The example code in the model cards of shipped models and of a saved CLIP can be run."""
     monkeypatch.chdir(tmp_path)
     image = Image.new("RGB", (48, 40), "red")
     image.save("image.png")

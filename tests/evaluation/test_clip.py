@@ -144,7 +144,7 @@ def test_zero_shot_accuracy(has_student, clip_folder, student_folder, labeled, t
 
 @torch.no_grad()
 def test_a_siglip(siglip_folder):
-    """The embeddings equal those of `SiglipModel` for texts that are padded to the model's maximum length."""
+    """The embeddings equal those of `SiglipModel`. Texts are padded to the model's maximum length."""
     towers, siglip = load_two_towers(str(siglip_folder), device="cpu"), SiglipModel.from_pretrained(siglip_folder)
     texts = [f"the {name}" for name in NAMES]
     ids = towers.tokenizer(texts, padding="max_length", max_length=24, return_tensors="pt")["input_ids"]

@@ -26,7 +26,7 @@ class Kind:
     any_size: bool = True
 
     def config(self, model_class: type[PreTrainedModel] | None = None, **fields) -> PreTrainedConfig:
-        """Return a tiny configuration for `model_class`, by default the base model. `fields` replace its values."""
+        """Return a tiny configuration that has `fields`. The default model class is the base model."""
         config_class = (model_class or self.base).config_class
         fields = self.fields | fields
         if config_class.model_type.endswith("_projection"):

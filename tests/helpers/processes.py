@@ -39,7 +39,7 @@ def compute_without_frugalvit(directory: Path, folder: Path | str, loader: str, 
 
 
 def ask_server(directory: str | Path, arguments: list[str]) -> str | None:
-    """Run an action of `without_frugalvit.py` in a forked process. Return the output of a failed action, else None."""
+    """Run an action of `without_frugalvit.py` in a forked process. Return None, or the output if the action failed."""
     server = serving()
     server.stdin.write(json.dumps({"directory": str(directory), "arguments": arguments}) + "\n")
     server.stdin.flush()
@@ -75,7 +75,7 @@ def web_server(command: list[str], home: Path, environment: dict[str, str]):
 
 @functools.cache
 def serving() -> subprocess.Popen:
-    """Start `without_frugalvit.py serve` in the first call, and return the server. It ends with the test process."""
+    """Return a server process of `without_frugalvit.py serve`. The first call starts this process."""
     home = tempfile.mkdtemp(prefix="without-frugalvit-")
     server = subprocess.Popen(
         [sys.executable, str(SCRIPT), "serve"],

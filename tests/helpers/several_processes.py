@@ -1,9 +1,9 @@
 """Run trainings in several processes: `python several_processes.py JOBS`.
 
 This program replaces torchrun. Its processes are forks, so libraries are imported only once. JOBS is a JSON file with
-a list of jobs. The keys of a job are `module` (a module of frugalvit.training), `words` (its command-line arguments),
-`processes` (their number), `environment` (environment variables, optional) and `log` (a path). The process of rank
-RANK appends its standard error to the file `log`.RANK.
+a list of jobs. The keys of a job are `module` (a module of frugalvit.training), `words` (command-line arguments),
+`processes` (number of processes), `environment` (environment variables, optional) and `log` (a path). The process of
+rank RANK appends its standard error to the file `log`.RANK.
 """
 
 import gc

@@ -41,7 +41,7 @@ def randomize(model: nn.Module, scale: float = 0.1) -> nn.Module:
 
 
 def word_tokenizer(words: list[str], **options) -> PreTrainedTokenizerFast:
-    """Return a tokenizer whose ids are indices of `words`. If `words` has [BOS], it adds [BOS] and [EOS] to texts."""
+    """Return a tokenizer whose ids are indices of `words`. It adds [BOS] and [EOS] to texts if `words` has [BOS]."""
     tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     if "[BOS]" in words:

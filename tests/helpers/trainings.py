@@ -37,7 +37,7 @@ def command_words(**options) -> list[str]:
 
 
 def values_of(groups) -> list[dict]:
-    """Return each dataclass's fields as a dictionary, without fields that describe the process."""
+    """Return each dataclass's fields as a dictionary, without fields that depend on the process."""
     left_out = ("distributed_state", "_n_gpu", "command")
     return [{name: value for name, value in vars(group).items() if name not in left_out} for group in groups]
 

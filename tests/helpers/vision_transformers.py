@@ -49,7 +49,7 @@ def of_transformers(family: str, model: str = "Model", **fields) -> Callable[[],
 
 
 def of_two_sides(family: str, model: str = "Model", vision=IMAGES, text=(), **fields) -> Callable[[], nn.Module]:
-    """Return a function that builds a small image-text model of Transformers or a classifier with its vision model."""
+    """Return a function that builds a small model of an image-text family, such as `CLIPModel`."""
 
     def make() -> nn.Module:
         sides = {"vision_config": SIZES | vision, "text_config": TEXT | dict(text)}
@@ -110,7 +110,7 @@ class Kind:
         impulses (`bool`): Whether `impulse_init_` supports the model.
         class_token (`bool`): Whether the model has a class token, which `cb_gate` and `cb_hybrid` need.
         patches (`bool`): Whether the patch embedding is one linear map.
-        resizes (`bool`): Whether the model accepts images of other sizes in its own library.
+        resizes (`bool`): Whether the model's own library accepts images that do not have the configured size.
     """
 
     row: str
@@ -263,7 +263,7 @@ KINDS = {
 
 
 def save_kind(kind: str, folder: Path) -> str:
-    """Save a small model in the format of open_clip or Transformers. Return the value of `--teacher` for it."""
+    """Save a small model in the format of open_clip or Transformers. Return its name for the option `--teacher`."""
     model = KINDS[kind].make()
     if kind == "open_clip":
         folder.mkdir()

@@ -27,16 +27,16 @@ PINPOINTS = [[SIZE, 2 * SIZE], [2 * SIZE, SIZE], [2 * SIZE, 2 * SIZE]]
 
 @dataclass(frozen=True)
 class VLM:
-    """A tiny VLM with a model class of Transformers.
+    """A tiny VLM of Transformers.
 
     Args:
-        name (`str`): Prefix of its classes in Transformers.
+        name (`str`): Prefix of the VLM's class names in Transformers.
         text (`PreTrainedConfig`): Configuration of the language model.
         fields (`dict`): Other fields of the configuration.
         processor (`dict`): Arguments of the processor.
         pixels (`dict`): Arguments of the image processor.
         prompt (`str`): Placeholder for an image in texts.
-        cells (`int`): Number of grid cells, in each direction, that are pooled into one image token.
+        cells (`int`): Each image token pools `cells` x `cells` cells of the grid.
     """
 
     name: str
@@ -68,7 +68,7 @@ class VLM:
         )
 
     def make_tower(self, num_tokens: int = 7, **fields) -> SparseFormerVisionModel:
-        """Build a SparseFormer student of the vision tower with random weights. All calls give the same weights."""
+        """Build a SparseFormer student of the vision tower. All calls give the same random weights."""
         torch.manual_seed(0)
         tower = self.model.model.vision_tower
         return randomize(SparseFormerVisionModel.from_teacher(tower, num_tokens, **NORMALIZATION, **SMALL, **fields))

@@ -2,8 +2,8 @@
 
 - `load JOBS RESULTS` loads models and computes outputs.
 - `fine_tune OUT START…` fine-tunes models with `Trainer` and saves them.
-- `compute FOLDER LOADER INPUTS OUTPUTS` loads a model, computes outputs and saves the model. Then it does this with
-  the saved copy, too.
+- `compute FOLDER LOADER INPUTS OUTPUTS` loads a model, computes outputs and saves the model. Then it repeats these
+  steps with the saved copy.
 - `process FOLDER OUTPUTS` prepares a prompt twice: with the folder's processor class and 4 image tokens, and with
   `LlavaProcessor`.
 - `serve` reads requests from standard input and runs each request in a fork, so libraries are imported only once.

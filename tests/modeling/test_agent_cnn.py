@@ -28,7 +28,7 @@ class TestGeneralizedConvolution:
         )
 
     def test_heads_of_attention_are_positions(self):
-        """The convolution's weight at position i is W_O,i W_V,i, the output matrix times value matrix of head i."""
+        """The convolution's weight at position i is head i's output matrix times head i's value matrix."""
         value = SimpleNamespace(weight=FIXTURE["shared_v_weight"])
         output = SimpleNamespace(weight=FIXTURE["shared_o_weight"])
         weight = head_products(SimpleNamespace(v_proj=value, o_proj=output), 9)
@@ -73,7 +73,7 @@ class TestAgentCNN:
         ("variant", "maps"), [("agent-small", [14] * 6), ("agent-base-res", [28, 28, 14, 14, *[7] * 8])]
     )
     def test_maps_of_the_tables(self, variant, maps):
-        """`hidden_states` are the output maps of the blocks before downsampling."""
+        """`hidden_states` has each block's map before downsampling."""
         config = AgentCNNConfig.from_variant(variant)
         with torch.device("meta"):
             model = AgentCNNModel(config).eval()
@@ -110,7 +110,7 @@ class TestAgentCNN:
             return (hidden @ layer.mlp.fc2.weight[:, :, 0, 0].T + layer.mlp.fc2.bias).movedim(-1, 1)
 
         def drop(branch):
-            # Dropout draws its mask in memory order. `contiguous` gives the memory order of the convolution's output.
+            # Dropout draws its mask in memory order. `mlp` returns a permuted view, so `contiguous` is needed.
             return nn.functional.dropout(branch.contiguous(), branch_dropout)
 
         torch.manual_seed(1)

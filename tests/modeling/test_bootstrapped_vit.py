@@ -144,7 +144,7 @@ class TestSharing:
         ],
     )
     def test_dropout_of_the_reference(self, variant, dropout, branch_dropout):
-        """In the reference implementation, an agent with shared weights has the ViT's dropout in residual branches."""
+        """The reference implementation's agents with shared weights have the ViT's dropout in residual branches."""
         agent = BootstrappedViTConfig.from_variant(variant).agent_config
         assert (agent.dropout, agent.branch_dropout) == (dropout, branch_dropout)
 

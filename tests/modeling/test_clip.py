@@ -1,4 +1,4 @@
-"""Tests of CLIP and SigLIP with a SparseFormer in Transformers and in open_clip, and of conversion between both."""
+"""Tests of CLIP and SigLIP with a SparseFormer: Transformers, open_clip, and conversion between these libraries."""
 
 import copy
 import functools
@@ -139,7 +139,6 @@ def test_loads_with_and_without_the_package(towers, tmp_path):
 
 
 def open_clip_model(name: str, model_class=None, quick_gelu: bool = False, **text) -> nn.Module:
-    """Return a small CLIP or SigLIP of open_clip."""
     torch.manual_seed(0)
     sizes = {"context_length": 16, "width": 32, "heads": 4, "layers": 2}
     if name == "clip":

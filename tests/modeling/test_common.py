@@ -348,7 +348,8 @@ class ClipCommonTest(VisionAndTextTests, unittest.TestCase):
 class LlavaCommonTest(VisionAndTextTests, common.GenerationTesterMixin, unittest.TestCase):
     all_model_classes = (frugalvit.SparseFormerLlavaForConditionalGeneration,)
     text = {"model_type": "llama", "pad_token_id": 0, "num_key_value_heads": 4}
-    # Transformers' tests of LLaVA also use the last layer, because other layers need recorded hidden states.
+    # As in Transformers' tests of LLaVA, image features come from the last layer. Reading other layers requires
+    # recorded hidden states.
     fields = {"image_token_index": 4, "vision_feature_layer": -1}
     tables = {"MODEL_FOR_IMAGE_TEXT_TO_TEXT": "SparseFormerLlavaForConditionalGeneration"}
     test_resize_embeddings = True

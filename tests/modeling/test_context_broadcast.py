@@ -51,7 +51,8 @@ def wrapped_timm() -> transformers.TimmWrapperForImageClassification:
     return transformers.TimmWrapperForImageClassification(config)
 
 
-# For each host model, a function that builds it and its number of blocks. `test_hosts.py` has more host models.
+# Each value has a function that builds the host model, and the model's number of blocks. `test_hosts.py` has more
+# host models.
 HOSTS = {
     "ViT": (lambda: make_transformers("ViT", SMALL), 2),
     "Swin": (lambda: make_transformers("Swin", SWIN), 3),
@@ -87,7 +88,7 @@ def set_scales(model: nn.Module):
 
 
 def by_hand(kind: str, x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    """Apply Context Broadcasting to each token of an image, `(tokens, channels)`, separately."""
+    """Apply Context Broadcasting to an image's tokens one by one. `x` has the shape `(tokens, channels)`."""
     mean = sum(x) / len(x)
     rows = {
         "cb": lambda token: (token + mean) / 2,
@@ -151,7 +152,7 @@ def test_insertion_equals_wrapping_every_mlp(host):
     assert (broadcast - before).abs().max() > 1e-3
 
 
-# One host model of Transformers, one of timm, and Swin, whose attention returns windows.
+# Swin differs from the ViTs: its attention returns windows.
 @pytest.mark.parametrize("host", ["ViT", "Swin", "timm ViT"])
 def test_positions_and_copies(host):
     model, outputs = make(host), {}

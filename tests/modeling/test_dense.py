@@ -144,7 +144,7 @@ class TestLoading:
         for found, index in zip(maps, (2, 4), strict=True):
             tokens = classifier.base_model.layernorm(states.hidden_states[index][:, 1:])
             torch.testing.assert_close(found, scatter_to_grid(tokens, assignment_weights(states.rois[-1], 8, 8)))
-        # A saved backbone keeps its upsamplers. Loading as a segmentation model keeps the upsamplers, too.
+        # A backbone and a segmentation model load the upsamplers of a saved backbone.
         for parameter in backbone.feature_maps.parameters():
             nn.init.normal_(parameter)
         backbone.save_pretrained(tmp_path / "backbone")

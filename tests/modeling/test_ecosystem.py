@@ -10,7 +10,7 @@ from kinds import KINDS
 
 
 def nightly_but(*kinds: str, of=tuple(KINDS)):
-    """Parametrize `kind` with every kind in `of`. Kinds that are not in `kinds` are nightly tests."""
+    """Parametrize `kind`. Tests of `kinds` always run. Tests of all other names in `of` are nightly."""
     others = [pytest.param(kind, marks=pytest.mark.nightly) for kind in of if kind not in kinds]
     return pytest.mark.parametrize("kind", [*kinds, *others])
 
@@ -20,7 +20,6 @@ TRANSFORMERS = ("bootstrapped", "patches", "v1", "vit_impulse_init", "vit_contex
 
 @pytest.fixture(scope="module")
 def cifar10(make_config, photographs) -> list[dict]:
-    """Return preprocessed photographs with labels."""
     images, labels = photographs
     processor = transformers.ViTImageProcessor(size={"height": 32, "width": 32})
     batch = processor(images, return_tensors="pt")["pixel_values"]
@@ -76,7 +75,8 @@ class TestCompilationAndExport:
     @torch.no_grad()
     @nightly_but("bootstrapped", "content", "agent_cnn")
     def test_compile_without_graph_breaks(self, kind, classifier, pixel_values):
-        # The first call with hidden states is eager, because Transformers uses a lock there that cannot be compiled.
+        # In the first call with hidden states, Transformers uses a lock, which cannot be compiled. So this call is not
+        # compiled.
         arguments = {"output_hidden_states": True}
         if kind in ("bootstrapped", "v1"):
             arguments["output_rois"] = True

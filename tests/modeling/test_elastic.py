@@ -94,7 +94,7 @@ def test_initial_rois_of_every_count_cover_the_image():
 
 
 def test_a_resized_grid_has_one_count(make_model):
-    """`resize_tokens` removes all smaller counts, which were trained with the positions of the larger grid."""
+    """Resizing to 9 tokens removes the count 4, because it was trained with the positions of the 4 x 4 grid."""
     model = make_model("base", "patches", num_latent_tokens=16, elastic_token_counts=[4, 9, 16])
     model.resize_tokens(9)
     assert model.config.elastic_token_counts is None
@@ -113,7 +113,7 @@ class TestAdaptive:
             logits = {count: model(images, num_tokens=count).logits for count in counts}
         probabilities = torch.softmax if problem_type == "single_label_classification" else lambda x, _: x.sigmoid()
         confidences = {count: probabilities(found, -1).amax(-1) for count, found in logits.items()}
-        # The threshold is the median confidence, so half of the images stop at the smallest count.
+        # The threshold is the median confidence, so half of the images stop at the smallest number of tokens.
         confidence = confidences[counts[0]].median().item()
         found = model.classify_adaptively(images, confidence, counts)
         assert len(set(found.num_tokens.tolist())) > 1

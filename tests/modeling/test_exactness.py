@@ -71,8 +71,8 @@ class TestReference:
         adjusts_at_full_width = model.config.generation == "v1"
         assert len(outputs.rois) == model.config.num_focusing_iterations + adjusts_at_full_width
 
-    # Tolerances are about three times the measured differences of logits, tokens and RoIs. These are 0.003, 0.043 and
-    # 0.0007 in bfloat16, and 0.0005, 0.005 and 0.0001 in float16. Logits reach 0.9, and tokens reach 3.9.
+    # Tolerances are about three times the measured differences. The differences of logits, tokens and RoIs are 0.003,
+    # 0.043 and 0.0007 in bfloat16, and 0.0005, 0.005 and 0.0001 in float16. Logits reach 0.9, and tokens reach 3.9.
     @pytest.mark.parametrize("autocast", [False, True], ids=["cast", "autocast"])
     @pytest.mark.parametrize(
         ("dtype", "logits_within", "tokens_within", "rois_within"),
@@ -119,7 +119,7 @@ DEGENERATE_ROIS = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_degenerate_rois_and_deltas_are_finite(case, dtype):
-    """Outputs and gradients are finite with degenerate RoIs, and with RoI adjustments whose weights are +-10,000."""
+    """Outputs and gradients are finite for degenerate initial RoIs, and for RoI adjustments with weights +-10,000."""
     folder, reference = case
     for roi, delta in [*((roi, None) for roi in DEGENERATE_ROIS.values()), (None, -1e4), (None, 1e4)]:
         model = load(folder, dtype=dtype).train()
@@ -200,7 +200,7 @@ class TestGeometry:
     @properties
     @given(boxes(2), st.sampled_from([16, 64]), st.sampled_from(["reference", "paper"]))
     def test_position_encoding(self, rois, hidden_size, kind):
-        """The order of sines and cosines is that of the reference implementation or of the paper."""
+        """The reference implementation and the paper order sines and cosines differently."""
         count = hidden_size // (4 if kind == "reference" else 8)
         frequencies = [128 ** (k / (count - 1)) * math.pi for k in range(count)]
         expected = []
@@ -248,7 +248,7 @@ def test_resizing_keeps_the_first_tokens(case, count, tmp_path):
     embedding = latents.token_embedding.clone()
     model.resize_tokens(count)
     assert torch.equal(latents.initial_rois[:kept], rois[:kept])
-    # New tokens have the initial RoIs of a new model, but equal RoIs are moved apart.
+    # New tokens have the initial RoIs of a new model, except that equal RoIs are moved apart.
     starts, new = initial_rois(count - kept), latents.initial_rois[kept:]
     alone = (starts[:, None] == starts).all(dim=-1).sum(dim=1) == 1
     assert torch.equal(new[alone], starts[alone]) and len(new.unique(dim=0)) == count - kept

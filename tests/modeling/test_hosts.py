@@ -126,7 +126,7 @@ def check_other_methods(name: str):
     if KINDS[name].impulses:
         report = impulse_init_(model, mass=0.8, generator=torch.Generator().manual_seed(0))
         assert len(report.heads) == sum(block.attention.num_heads for block in anatomy.blocks)
-        # The peak rate is below 1, because attention heads have only 12 channels.
+        # Attention heads have only 12 channels, so some attention peaks are not at their targets.
         assert report.mean("peak_rate") > 0.6
         mimetic_init_(model)
     else:
@@ -148,7 +148,7 @@ def check_other_methods(name: str):
 class TestReading:
     @pytest.mark.parametrize("name", ["vit", "dinov3", "timm-registers", "open_clip-timm-siglip"])
     def test_a_host_is_read_at_another_image_size(self, name):
-        """Position embeddings are interpolated or computed as in the model's own library."""
+        """Position embeddings for a different image size equal those of the model's own library."""
         assert parity(read_anatomy(make(name), (24, 16))) < TOLERANCE
 
     @pytest.mark.parametrize("name", ["dinov3", "timm-eva02", "timm-pe-core"])
@@ -157,7 +157,8 @@ class TestReading:
         wrong = {
             "theta": rotary.theta * 2,
             "scale": (rotary.scale[0], rotary.scale[1] * 1.1),
-            # Prefix tokens are not rotated, so a shift of all patches changes only their angles to prefix tokens.
+            # Prefix tokens are not rotated. So a shift of all patches changes only the angles between patches and
+            # prefix tokens.
             "shift": (rotary.shift[0] + 0.1, rotary.shift[1] - 0.1),
             "channels": rotary.channels.flip(0),
         }

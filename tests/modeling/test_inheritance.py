@@ -58,7 +58,7 @@ def test_defaults_are_the_papers():
     assert (config.num_hidden_layers, config.hidden_size, config.focusing_hidden_size) == (4, 128, 64)
     assert config.layer_norm_eps == 1e-4
     assert config.id2label == teacher.config.id2label and not student.training
-    # The first third of the teacher's blocks is left out, so the student starts with the teacher's third block.
+    # The first two of the teacher's six blocks are left out, so the student starts with the teacher's third block.
     torch.testing.assert_close(
         student.sparseformer.layers[0].mlp.fc1.weight, teacher.vit.layers[2].mlp.fc1.weight, rtol=0, atol=0
     )

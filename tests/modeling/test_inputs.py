@@ -19,7 +19,8 @@ def test_float64_stays_float64(name, monkeypatch):
     torch.manual_seed(0)
     config = kind.config()
     if config.model_type == "sparseformer":
-        # The position encoding detaches RoIs, so the derivative would differ from the finite difference.
+        # The position encoding detaches RoIs, so the derivative would differ from the finite difference. The test
+        # replaces this encoding by 0.
         monkeypatch.setattr(SparseFormerPositionEncoding, "forward", lambda self, rois: 0.0)
     model = kind.classifier(config).double().eval()
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]

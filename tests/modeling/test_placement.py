@@ -62,7 +62,7 @@ def test_cells_tile_the_image_and_blocks_with_the_highest_scores_are_split(grid,
     shapes = [(grid[0] // 2, grid[1] // 2), *finer(grid, levels)]
     split_scores = [torch.rand(3, *shape, generator=generator) for shape in shapes[:-1]]
     if ties:
-        # Rounding leaves three different scores or only one, so that some or all scores are equal.
+        # Only the scores 0, 1 and 2 remain if `ties` is 1, else only the score 0. So blocks have equal scores.
         split_scores = [(scores * (3 if ties == 1 else 0)).floor() for scores in split_scores]
     cells = choose_cells(split_scores, grid)
     assert cells.shape == (3, math.prod(grid)) and (cells.diff(dim=1) > 0).all()

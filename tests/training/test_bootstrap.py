@@ -63,7 +63,7 @@ def test_student_and_teacher_are_aligned(first):
     alignments, losses = logged(own, "eval_alignment"), logged(own, "loss")
     assert alignments[-1] > alignments[0] + 0.05 and losses[-1] < losses[0] - 0.05
     assert own.metrics["alignment"] == max(alignments) and "teacher_accuracy" in own.metrics
-    # The trainer's metrics must be those of the saved student.
+    # The trainer's metrics must equal those of the saved student.
     student = AutoModelForImageClassification.from_pretrained(folder).eval()
     assert_equal(student.state_dict(), own.student.state_dict())
     pixels, labels = pixels_of(own), torch.tensor(own.eval_dataset.images["label"])
@@ -86,7 +86,7 @@ def test_the_middle_is_tuned_and_the_end_stays(first, teacher):
 
 @pytest.fixture
 def make(teacher, images, tmp_path):
-    """Return a function that makes a trainer for two epochs of two steps. By default, the student is new."""
+    """Return a function that makes a trainer of a given or a new student, for two epochs of two steps."""
 
     def make(student=None, **options):
         model = AutoModelForImageClassification.from_pretrained(teacher)
@@ -132,7 +132,7 @@ def test_an_inherited_start_has_its_rate_from_the_first_step(make, teacher):
     base = student.base_model
     assert rates[id(next(base.embeddings.placement.forecast.parameters()))] == pytest.approx(0.25)
     assert rates[id(base.layers[0].mlp.fc1.weight)] == pytest.approx(0.005)
-    # No group may be empty, because DeepSpeed would drop an empty group.
+    # No parameter group may be empty, because DeepSpeed would drop an empty group.
     assert all(group["params"] for group in own.optimizer.param_groups)
     own = make(student, learning_rate=1e-3)
     own.train()
@@ -209,7 +209,7 @@ def weights_of_command(teacher, tmp_path_factory):
 def test_one_call_gives_what_the_command_gives(
     kind, weights_of_command, images, pictures, teacher, tmp_path, monkeypatch
 ):
-    """All forms of images except a stream give the weights of the command. A stream has another order."""
+    """`bootstrap` and the command give equal weights, except for a stream, whose images are in another order."""
     monkeypatch.setattr("sys.argv", ["ipykernel_launcher.py", "-f", "kernel.json"])
     (tmp_path / "images").mkdir()
     for number, picture in enumerate(pictures):

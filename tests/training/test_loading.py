@@ -212,7 +212,7 @@ def test_each_processor_is_followed_and_undone(name):
     expected = EvalView(ImageFormat.from_processor(processor))(image)["pixel_values"]
     seen = restore_images(processor, processor([image], return_tensors="pt")["pixel_values"])
     assert seen.min() >= 0 and seen.max() <= 1 and seen.dtype == torch.float32
-    # Restored pixels may differ by rounding, and where resizing gives values below 0 or above 255.
+    # Restored pixels have rounding errors. They also differ where resizing gives values below 0 or above 255.
     assert (255 * seen[0] - expected).abs().mean() < 1
 
 

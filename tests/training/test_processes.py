@@ -58,7 +58,7 @@ def log(folder: Path, name: str) -> list[float]:
 
 
 def test_two_processes_have_the_losses_of_one(finished):
-    """The metrics are equal, too, although two processes cannot share 51 evaluation images evenly."""
+    """The losses and metrics are equal, although two processes cannot share 51 evaluation images evenly."""
     for name in ("loss", "grad_norm", "eval_alignment", "eval_accuracy"):
         ours, theirs = log(finished / "two", name), log(finished / "one", name)
         assert len(ours) == (2 if "eval" in name else 8) and ours == pytest.approx(theirs, rel=1e-3, abs=1e-4)

@@ -24,7 +24,7 @@ MODULES = {"bootstrap": bootstrap, "segment": segment, "train": train, "joint": 
 
 
 def read(name: str) -> tuple[dict, str]:
-    """Return a recipe's values with its command, and the recipe's comment as one line."""
+    """Return a dict of a recipe's values and its command. Also return the recipe's comment as one line."""
     text = RECIPES[name].read_text(encoding="utf-8")
     comment = " ".join(line.strip("# ") for line in text.splitlines() if line.startswith("#"))
     command = re.search(r"^command: (.*)$", text, re.MULTILINE)[1]
@@ -87,7 +87,7 @@ def build_on_meta_device(name: str):
 
 
 def counts(name: str) -> list[str]:
-    """Return the numbers of parameters and multiply-accumulates (in billions) that a recipe's comment gives."""
+    """Read the number of parameters and the billions of multiply-accumulates from a recipe's comment."""
     return re.search(r"Counted: ([\d,]+) parameters(?:, ([\d.]+) G multiply)?", read(name)[1]).groups()
 
 
@@ -99,7 +99,7 @@ QUICK = ("sparseformer-v1-tiny", "joint-small", "convmixer", "segment-augreg-bas
     [pytest.param(name, marks=[] if name in QUICK else pytest.mark.nightly) for name in SEGMENT + TRAIN + JOINT],
 )
 def test_parameters_and_multiplications(name):
-    """The counts equal the numbers in the recipe's comment. tests/test_info.py checks bootstrapped students."""
+    """The model's counts equal the numbers in the recipe's comment."""
     model, pixels = build_on_meta_device(name)
     parameters, macs = counts(name)
     assert parameters == f"{model.num_parameters():,}"

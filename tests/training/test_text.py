@@ -1,4 +1,4 @@
-"""Test how tables, and texts with control characters, are printed."""
+"""Test the printing of tables and of texts with control characters."""
 
 import pytest
 

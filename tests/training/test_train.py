@@ -110,7 +110,7 @@ def test_learns_from_a_teacher(kind, token, taught, tmp_path):
         of_teacher = F.cross_entropy(heads[1], expected.argmax(1))
     of_labels = F.cross_entropy(heads[0], labels, label_smoothing=0.1)
     torch.testing.assert_close(loss, 0.7 * of_labels + 0.3 * of_teacher)
-    # Without a teacher, both heads learn from the labels.
+    # Without a teacher, the distillation head learns from the labels.
     own.teacher = None
     both = F.cross_entropy(heads[1], labels, label_smoothing=0.1)
     torch.testing.assert_close(own.compute_loss(own.model, inputs), (of_labels + both) / 2)

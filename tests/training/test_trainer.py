@@ -42,7 +42,7 @@ ARGUMENTS |= {"logging_steps": 1, "use_cpu": True, "batch_eval_metrics": False}
 
 
 class Learner(SharpnessAwareTrainer):
-    """Trainer of a classifier. `factors` maps steps to factors of the loss. `accuracies` replaces measured values."""
+    """Trainer of a classifier. `factors` maps steps to factors of the loss. `accuracies` replaces measurements."""
 
     factors, accuracies = {}, ()
 

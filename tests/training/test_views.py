@@ -121,7 +121,7 @@ def test_a_view_is_a_function_of_seed_epoch_and_index(images):
         other = Views(images, VIEW_OF_TRAINING, seed)
         other.epoch.fill_(epoch)
         assert not torch.equal(other[5]["pixel_values"], pixels)
-    # Persistent workers use the new epoch, too.
+    # The persistent workers of a data loader use the new epoch.
     loader = DataLoader(views, 8, num_workers=1, persistent_workers=True)
     for epoch in range(2):
         views.epoch.fill_(epoch)
