@@ -113,8 +113,9 @@ def encode(processor, image_tokens: int, question: str, prompt: str) -> list[int
 def pad(
     questions: Sequence[list[int]], answers: Sequence[list[int]], processor
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """Return a model's text inputs and labels, each `(images, length)`, from the token ids of questions and answers.
-    Rows are padded on the left, so that generation starts at the same position in all rows."""
+    """Convert the token ids of questions and answers into a model's text inputs and labels. Each tensor has
+    the shape `(images, length)`. Rows are padded on the left, so that generation starts at the same position in all
+    rows."""
     rows = [question + answer for question, answer in zip(questions, answers, strict=True)]
     length = max(map(len, rows))
 

@@ -39,8 +39,8 @@ def seeded(*keys: int):
 
 
 class EvalView:
-    """Resize and center-crop an image in the same way as the model's image processor. A view has `pixel_values` and,
-    if the teacher has another image format, `teacher_pixel_values`."""
+    """Resize and center-crop an image in the same way as the model's image processor. A view has `pixel_values`.
+    If a teacher's image format differs from the model's, a view also has `teacher_pixel_values`."""
 
     def __init__(self, image_format: ImageFormat, teacher: ImageFormat | None = None):
         self.formats = {"pixel_values": image_format}
@@ -54,7 +54,7 @@ class EvalView:
             size = [image_format.resize] if image_format.resize else [height, width]
             pixels = v2.functional.pil_to_tensor(middle_of(image) if image_format.resize else image)
             pixels = v2.functional.resize(pixels, size, image_format.interpolation, antialias=True)
-            # Transformers rounds the offset of the crop down. timm and torchvision's center crop use `round`.
+            # Transformers rounds the offset of the crop down. The center crops of timm and torchvision use `round`.
             to_int = round if image_format.rounds_center else int
             top = to_int((pixels.shape[-2] - height) / 2)
             left = to_int((pixels.shape[-1] - width) / 2)

@@ -82,7 +82,7 @@ def find_model(name: str | os.PathLike) -> tuple[str, dict[str, str]]:
 
 
 def shipped_images(name: str) -> Path:
-    """Return the folder with the images of `"cifar10"` or, only in a clone of the repository, of `"caltech101"`."""
+    """Return the folder with the images of `"cifar10"` or `"caltech101"` (only in a clone of the repository)."""
     return Path(str(files("frugalvit.training"))) / name
 
 

@@ -84,8 +84,8 @@ def load_masked_images(
 
 
 def _find_pairs(dataset: str | list[str]) -> dict[str, list[tuple[Path, Path]]]:
-    """Return pairs of image file and mask file in a folder, by split (see `SPLITS`). Without split folders, all pairs
-    are in "train". Return an empty dict if there is no mask file."""
+    """Return a dict that maps each split of a folder (see `SPLITS`) to its pairs of image file and mask file. Without
+    split folders, all pairs are in "train". Without mask files, the dict is empty."""
     pairs = defaultdict(list)
     folder = Path(dataset if isinstance(dataset, str) else dataset[0])
     images = folder / "images" if (folder / "images").is_dir() else folder

@@ -17,7 +17,7 @@ from .text import shortened
 
 # Names of splits for evaluation, in order of preference.
 EVALUATION_SPLITS = ("test", "validation", "valid", "val", "dev")
-# Name in the model card of the evaluation images that `hold_back` takes from a split.
+# The model card's name for the evaluation images that `hold_back` takes from a split.
 HELD_BACK = "{}, held back"
 IMAGENET_CLASSES = 1000
 # Pattern of class names that are placeholders: numbers, and Transformers' `LABEL_0`, `LABEL_1`, …

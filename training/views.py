@@ -112,7 +112,7 @@ class Views(Dataset):
         images: A data set with the columns `image` and optionally `label` or `mask`, for example from `as_images`.
         view (`Callable`): Makes a view of an image, or of an image and its mask. See `EvalView`.
         seed (`int`, *optional*): Seed of random views. With a seed, a view also has `epoch`. Evaluation has no seed.
-        skip_corrupt (`bool`): Replace an image that cannot be read by the next one.
+        skip_corrupt (`bool`): If an image cannot be read, use the next image instead.
         classes (sequence of `int`, *optional*): The model's index of each class. Default: labels stay unchanged.
     """
 
