@@ -193,7 +193,7 @@ def measure_clip(arguments, clip: Path, student: Path | None, images: datasets.D
     return {
         "zero-shot accuracy": zero_shot_accuracy(towers, classifier, images, batch_size=256)["accuracy"],
         **{
-            f"{direction}@1 of 10": statistics.mean(recall[f"{direction}@1"] for recall in recalls)
+            f"{direction}@1 of 10": statistics.mean(recall[f"{direction}@1"] / 100 for recall in recalls)
             for direction in ("image_to_text", "text_to_image")
         },
         "patches told": explained_variance(arguments, clip, student),

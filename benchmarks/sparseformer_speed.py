@@ -39,9 +39,9 @@ def main():
     rows = []
     for size in arguments.sizes:
         variant, theirs, vit = SIZES[size]
-        models = {"reference implementation": load_reference(arguments.sparseformer, theirs)}
+        models = {theirs: load_reference(arguments.sparseformer, theirs)}
         models |= {name: build_model(name) for name in (variant, vit)}
-        check_same_logits(models[variant], models["reference implementation"])
+        check_same_logits(models[variant], models[theirs])
         dtypes = [getattr(torch, dtype) for dtype in arguments.dtype]
         rows += measure_speeds(models, 224, arguments.batch_size, dtypes, arguments.rounds)
     write_table(

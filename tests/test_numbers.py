@@ -1,9 +1,11 @@
 """Check that numbers in README, docs and model cards agree with `results/`."""
 
+import functools
 import itertools
 import json
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,39 +30,90 @@ QUOTED = [
 SCALES = {"%": 1e2, "GB": 1e-9, "MB": 1e-6, "ms": 1e3, "G": 1e-9, "M": 1e-6, "T": 1e-12}
 
 
-def numbers(content) -> list[float]:
-    """Return all numbers in the content of a results file."""
-    if isinstance(content, bool) or content is None:
-        return []
-    if isinstance(content, int | float):
-        return [content]
-    if isinstance(content, str):
-        return [float(number) for number in re.findall(r"\d+(?:\.\d+)?", content)]
-    values = content.values() if isinstance(content, dict) else content
-    return [number for value in values for number in numbers(value)]
+def numbers(value: str | float | bool | None) -> list[float]:
+    if isinstance(value, str):
+        return [float(number) for number in re.findall(r"\d+(?:\.\d+)?", value)]
+    return [] if isinstance(value, bool) or value is None else [value]
+
+
+@functools.cache
+def leaves(file: Path) -> list[tuple[set[str], list[float]]]:
+    """Return the address and the numbers of each value of a results file.
+
+    An address has the file's stem, the keys and indices (`rows[0]`) on the way to the value, and the fields beside
+    these keys as `value` and as `key=value`.
+    """
+
+    def walk(content, name, address):
+        if isinstance(content, list):
+            content = {f"{name}[{index}]": value for index, value in enumerate(content)}
+        elif isinstance(content, dict):
+            fields = [(key, value) for key, value in content.items() if not isinstance(value, dict | list)]
+            address = address | {str(value) for _, value in fields} | {f"{key}={value}" for key, value in fields}
+        else:
+            return [(address, numbers(content))]
+        return [leaf for key, value in content.items() for leaf in walk(value, key, address | {key})]
+
+    return walk(json.loads(file.read_text(encoding="utf-8")), file.stem, {file.stem})
 
 
 def tables(text: str) -> list[tuple[str, str]]:
-    """Find each table below an HTML comment that names results files. Return the file names and the table's lines."""
+    """Find each table below an HTML comment that names results files. Return the comment and the table's lines."""
     return re.findall(r"^<!-- (results/.*?) -->\n(\|.*?)(?:\n\n|\Z)", text, re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize(("files", "table"), [table for page in PAGES.values() for table in tables(page)])
-def test_numbers_are_those_of_the_results(files, table):
-    known = [n for file in files.split() for n in numbers(json.loads((ROOT / file).read_text(encoding="utf-8")))]
+def split_comment(cell: str) -> tuple[str, str]:
+    """Return a cell's text and the HTML comment in the cell."""
+    text, _, comment = cell.partition("<!-- ")
+    return text.strip(), comment.removesuffix(" -->")
+
+
+def cells(comment: str, table: str) -> Iterator[tuple[str, str, set[str], list[str], str]]:
+    """Yield the column's title, the row's name, the address, the keys and the text of each cell with an address.
+
+    The comment above a table has the results files and, for each column after the first, an address that ends with a
+    key: `student=elastic / accuracy ± spread`. A row's address is the comment in its first cell, or the cell's text.
+    A cell has both addresses. `*` in a column's address stands for the first word of the row's address. A comment in
+    another cell replaces both.
+    """
+    _, *columns = [column.strip() for column in comment.split("|")]
     header, _, *rows = [[cell.strip() for cell in line[1:-1].split("|")] for line in table.splitlines()]
-    for row in rows:
-        for title, cell in zip(header[1:], row[1:], strict=True):
-            # Numbers in brackets follow from other numbers and are skipped. The unit may be in the column's title.
-            units = re.search(rf"(?:^|\W)({'|'.join(SCALES)}) ", title)
-            for number, rest in re.findall(r"(\d+(?:\.\d+)?)(?=(.*))", re.sub(r"\(.*?\)", "", cell)):
-                unit = re.search(rf" ({'|'.join(SCALES)})(?!\w)", rest) or units
-                # Some results files store values in the table's unit, so values are also compared without scaling.
-                scales = {SCALES[unit[1]], 1.0} if unit else {1.0}
-                # The tolerance is 0.51 of the last digit instead of 0.5, because numbers may have been rounded twice.
-                within = 0.51 * 10 ** -len(number.partition(".")[2])
-                found = (abs(abs(value) * scale - float(number)) <= within for value in known for scale in scales)
-                assert any(found), (row, number)
+    for first, *others in rows:
+        name, row = split_comment(first)
+        word, *more = (row or name.replace("`", "")).split(" / ")
+        for title, column, cell in zip(header[1:], columns, others, strict=True):
+            text, own = split_comment(cell)
+            if text and column:
+                *words, keys = (own or column.replace("*", word)).split(" / ")
+                inherited = [] if own else more if "*" in column else [word, *more]
+                yield title, name, {*words, *inherited}, keys.split(" ± "), text
+
+
+@pytest.mark.parametrize(("comment", "table"), [table for page in PAGES.values() for table in tables(page)])
+def test_tables_have_the_numbers_at_their_addresses(comment, table):
+    """All values at a cell's address must be the cell's numbers."""
+    files = [file for name in comment.split("|")[0].split() for file in ROOT.glob(name)]
+    known = [leaf for file in files for leaf in leaves(file)]
+    for title, name, words, keys, text in cells(comment, table):
+        # Numbers in brackets follow from other numbers and are skipped. The unit may be in the column's title.
+        text = re.sub(r"\(.*?\)", "", text)
+        unit = re.search(rf"(?:^|\W)({'|'.join(SCALES)})(?!\w)", f"{text} {title}")
+        parts = text.split("±")
+        assert len(parts) <= len(keys), (name, title, text)
+        for key, part in zip(keys, parts, strict=False):
+            # A key may end with its unit, as in `memory_mb`.
+            scale = SCALES[unit[1]] if unit and not key.endswith(f"_{unit[1].lower()}") else 1
+            found = [values for address, values in known if words | {key} <= address]
+            assert found, (name, title, words, key)
+            for values in found:
+                for value, number in zip(values, re.findall(r"(?<!\w)[+-]?\d+(?:\.\d+)?", part), strict=True):
+                    within = 0.501 * 10 ** -len(number.partition(".")[2])
+                    assert abs(value * scale - float(number)) <= within, (name, title, words, key, value)
+
+
+def test_each_comment_with_results_is_above_a_table():
+    lost = {name: page.count("<!-- results/") - len(tables(page)) for name, page in PAGES.items()}
+    assert not any(lost.values()), lost
 
 
 class Section:
@@ -68,12 +121,13 @@ class Section:
 
     def __init__(self, text: str, page: str):
         names = re.findall(r"results/[\w*-]+\.json", text) or re.findall(r"results/[\w*-]+\.json", page)
+        text = re.sub("<!--.*?-->", "", text, flags=re.DOTALL)
         files = {file for name in names for file in ROOT.glob(name)}
-        self.known = [n for file in sorted(files) for n in numbers(json.loads(file.read_text(encoding="utf-8")))]
+        self.known = [n for file in sorted(files) for _, values in leaves(file) for n in values]
         paragraphs = re.split(r"\n\s*\n", re.sub(r"^ *```.*?^ *```$", "", text, flags=re.MULTILINE | re.DOTALL))
         tables = [paragraph for paragraph in paragraphs if re.search(r"^\|", paragraph, re.MULTILINE)]
         running = "\n".join(paragraph for paragraph in paragraphs if paragraph not in tables)
-        running = re.sub(r"`[^`]*`|\]\([^)]*\)|<!--.*?-->|^#.*$", "", running, flags=re.MULTILINE)
+        running = re.sub(r"`[^`]*`|\]\([^)]*\)|^#.*$", "", running, flags=re.MULTILINE)
         running = re.sub(r"\s+", " ", running)
         self.sentences = re.split(r"(?<=[.:;]) (?=[\"A-Z(*])", running)
         self.tests = [number(n) for n in re.findall(r"(\d[\d,]*) (?:\w+ )?(?:test|held-back) (?:images|ph)", running)]
@@ -105,7 +159,7 @@ class Section:
         elif unit == "times":
             found = self.known + [a / b for a, b in pairs if b]
         else:
-            found = [abs(known) * scale for known in self.known for scale in (1, SCALES.get(unit, 1))]
+            found = [abs(known) * SCALES.get(unit, 1) for known in self.known]
         return any(abs(other - value) <= 0.51 * digit for other in found)
 
 
