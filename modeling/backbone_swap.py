@@ -18,7 +18,8 @@ def swap_backbone(model: PreTrainedModel, backbone: BackboneMixin) -> PreTrained
             The new backbone. It is moved to the model's device and dtype. It is not copied.
 
     Raises:
-        ValueError: if the model has no backbone, or if the backbones differ in the channels of their feature maps.
+        ValueError: if the model has no backbone, or if the feature maps of `backbone` do not have the same channels as
+            those of the old backbone.
     """
     names = [name for name, module in model.named_modules() if isinstance(module, BackboneMixin)]
     if not names or getattr(model.config, "backbone_config", None) is None:

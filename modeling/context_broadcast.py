@@ -37,8 +37,8 @@ class ContextBroadcast(nn.Module):
         scale_init (`float`, *optional*, defaults to 0.0):
             Initial value of s. The paper gives no value. With 0, insertion does not change a trained model's outputs.
         blend (`bool`, *optional*, defaults to `False`):
-            Whether to learn a number b, initially 0, and return (1 - b) x_i + b y_i, where y_i is the output above.
-            The paper has no such option.
+            Whether to learn a number b, initially 0, and return (1 - b) x_i + b y_i, where y_i is the output that
+            `kind` selects. The paper has no such option.
     """
 
     def __init__(

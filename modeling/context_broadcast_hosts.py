@@ -19,7 +19,8 @@ from .hosts.anatomy import find
 _ATTENTIONS = ("attention", "self_attn", "attn")
 _MLPS = ("mlp", "ffn")
 _SECOND_LINEARS = ("fc2", "down_proj", "dense2", "c_proj")
-# Blocks whose attention returns windows, and the name of the module that gets the merged windows as its input.
+# Keys: classes of blocks whose attention returns windows. Values: name of the module in the block that gets the merged
+# windows as its input.
 _AFTER_ATTENTION = {"SwinLayer": "drop_path", "SwinTransformerBlock": "drop_path1", "SwinTransformerV2Block": "norm1"}
 
 
@@ -32,8 +33,8 @@ def insert_context_broadcast(
 ) -> list[str]:
     """Insert Context Broadcasting into every block of a vision transformer, in place.
 
-    Insertion changes the outputs of a trained model, so the model has to be fine-tuned. The outputs do not change with
-    `blend=True`, or with `kind="cb_s"` and `scale_init=0`.
+    Insertion changes the outputs of a trained model, so the model has to be fine-tuned. The outputs stay the
+    same only with `blend=True`, or with `kind="cb_s"` and `scale_init=0`.
 
     The class of the model does not change. `save_pretrained` saves the arguments in `config.context_broadcast` and the
     new parameters with the model's weights. `from_pretrained` restores Context Broadcasting only in models whose
@@ -46,8 +47,8 @@ def insert_context_broadcast(
             DINOv3, Swin, SwinV2 or PVTv2 of timm, or a model of this package.
         kind, scale_init, blend: Arguments of `ContextBroadcast`.
         position (`str` or list of `str`, *optional*, defaults to `"mlp_end"`):
-            `"mlp_front"` is before the MLP. `"mlp_mid"` is before the second linear layer of the MLP. `"mlp_end"` and
-            `"attention_end"` are after the MLP and after the attention, before the residual sum.
+            `"mlp_front"` is before the MLP. `"mlp_mid"` is before the second linear layer of the MLP. `"mlp_end"` is
+            after the MLP, and `"attention_end"` is after the attention. Both are before the residual sum.
 
     Returns:
         `list[str]`: Names of the inserted modules.
@@ -150,7 +151,8 @@ def remove_context_broadcast(model: nn.Module):
 
 def _set_config(model: nn.Module, arguments: dict | None):
     """Store the arguments of `insert_context_broadcast` in the model's configuration, or remove them if `arguments` is
-    None. Configurations of this package have a field for each argument. Other configurations get a dict."""
+    None. Configurations of this package have a field for each argument. Other configurations get a dict
+    `context_broadcast`."""
     configs = [module.config for module in model.modules() if hasattr(module, "config")]
     own = next((config for config in configs if hasattr(type(config), "context_broadcast")), None)
     if own is not None and arguments is None:

@@ -153,7 +153,8 @@ def config_from_showlab(
             resized to 8/7 of the size and cropped. For a rectangular size, images are resized without a crop.
 
     Raises:
-        ValueError: if tensors are missing, or if a bootstrapped checkpoint has another number of iterations.
+        ValueError: if tensors are missing, or if `iterations` is not the number of iterations of a bootstrapped
+            checkpoint.
     """
     variant = variant or infer_showlab_variant(state_dict)
     if variant != "v1":

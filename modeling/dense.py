@@ -59,8 +59,9 @@ def place_in_token(rois: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         weights (`torch.Tensor` of shape `(batch, tokens, height, width)`): Result of `assignment_weights`.
 
     Returns:
-        `(batch, 4, height, width)`. Channels 0 and 1 are the x and y offset of the cell's center from the RoI's
-        center, in units of the RoI's size. Channels 2 and 3 are log2 of the RoI's width and height in cells.
+        `(batch, 4, height, width)`. Channels 0 and 1 are the x and y offset of the cell's center from the center of
+        the mean RoI, in units of the mean RoI's size. Channels 2 and 3 are log2 of the mean RoI's width and height in
+        cells.
     """
     rows, columns = weights.shape[-2:]
     left, top, right, bottom = scatter_to_grid(in_float32(rois).detach(), weights).unbind(1)

@@ -23,8 +23,11 @@ def initial_rois(num_tokens: int, counts: Sequence[int] = ()) -> torch.Tensor:
 
     With root = floor(sqrt(num_tokens)), the RoIs of the first root**2 tokens are squares of side 0.5 on a grid, with x
     in the outer loop. The RoI of every further token is the whole image. With fewer than 4 tokens, the authors'
-    formula divides by zero, so all RoIs are the whole image. `counts` are smaller numbers of tokens that a model is
-    trained with. The tokens of the first count and the tokens that each further count adds form separate grids.
+    formula divides by zero, so all RoIs are the whole image.
+
+    A model can be trained with several numbers of tokens. `counts` are these numbers in ascending order, without
+    `num_tokens`, the largest number. The first `counts[0]` tokens then form a grid, and the tokens that each larger
+    number adds form a grid of their own.
     """
     if counts:
         added = [high - low for low, high in zip([0, *counts], [*counts, num_tokens], strict=False)]
@@ -131,7 +134,8 @@ def encode_rois(rois: torch.Tensor, hidden_size: int, kind: str = "reference") -
 
     `kind="paper"` follows supplement A.2 of the bootstrapping paper. A coordinate has hidden_size/8 frequencies from 1
     to 128, and its sines and cosines are interleaved. `kind="reference"` follows the authors' code. A coordinate has
-    hidden_size/4 frequencies. The sines of even indices come first, then the cosines of odd indices.
+    hidden_size/4 frequencies from 1 to 128. Its channels are the sines at the frequencies with even indices, then the
+    cosines at the frequencies with odd indices.
     """
     count = hidden_size // (8 if kind == "paper" else 4)
     frequencies = torch.linspace(0, math.log(128), count, device=rois.device).exp()
@@ -193,7 +197,8 @@ class SparseFormerLatents(nn.Module):
         )
 
     def _apply(self, fn, recurse: bool = True):
-        # RoIs stay in float32 when the model is cast to a smaller dtype. `from_pretrained` also keeps them in float32.
+        # RoIs stay in float32 when the model is cast to float16 or bfloat16. `from_pretrained` also keeps RoIs in
+        # float32.
         rois = self.initial_rois.detach()
         super()._apply(fn, recurse)
         if self.initial_rois.itemsize < torch.float32.itemsize:
@@ -202,8 +207,8 @@ class SparseFormerLatents(nn.Module):
 
     @torch.no_grad()
     def break_ties(self, first: int = 0, std: float = 0.05):
-        """Add noise to the RoIs of equal tokens from index `first` on. Tokens with equal RoIs and equal embeddings
-        (12 of 48 in the paper) would get equal gradients and stay equal without noise."""
+        """Add noise to the RoI of each token from index `first` on that has the same RoI and embedding as another
+        token. The paper has 12 such tokens of 48. Without noise, they would get equal gradients and stay equal."""
         embedding = self.token_embedding.expand(len(self.initial_rois), -1).to(self.initial_rois)
         starts = torch.cat([self.initial_rois, embedding], dim=1)
         tied = (starts[first:, None] == starts).all(dim=-1).sum(dim=1) > 1
@@ -290,7 +295,8 @@ class SparseFormerSampling(nn.Module):
     def forward(
         self, tokens: torch.Tensor, rois: torch.Tensor, features: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the residual branch, `(batch, tokens, hidden_size)`, and points, `(batch, tokens, points, 2)`."""
+        """Return the residual branch, `(batch, tokens, hidden_size)`, and the sampling points, `(batch, tokens,
+        points, 2)`."""
         offsets = in_float32(self.offset_proj(self.offset_layernorm(tokens))) + in_float32(self.offset_bias)
         points = locate_sampling_points(rois, offsets.unflatten(-1, (self.num_points, 2)))
         # Points are expanded before `ClipGradient`, so that gradients are clipped for each image separately.

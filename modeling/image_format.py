@@ -12,7 +12,7 @@ from torchvision.transforms import InterpolationMode, v2
 from ..configuration.configuration_base import pair
 
 
-# Numbers of PIL's resampling filters and the same filters in torchvision.
+# Map from PIL's numbers of resampling filters to torchvision's filters.
 FILTERS = {0: InterpolationMode.NEAREST_EXACT, 2: InterpolationMode.BILINEAR, 3: InterpolationMode.BICUBIC}
 # Image processors of Transformers whose attributes describe the preprocessing completely.
 SUPPORTED = re.compile(
@@ -97,7 +97,7 @@ class ImageFormat:
 
     @property
     def fill(self) -> list[int]:
-        """Color with channels in 0..255 that is nearest to zero after normalization."""
+        """The color, in 0..255 for each channel, that normalization maps closest to zero."""
         return [min(max(round(255 * value), 0), 255) for value in self.mean]
 
     def normalize(self, pixels: torch.Tensor) -> torch.Tensor:

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 
 
-# `solve_closed_form` treats a singular value of the pseudo input as zero if it is below this share of the largest one.
-# The singular values of the sinusoidal encoding span 5 orders of magnitude. If all of them were inverted, the norms of
-# the weights would be up to 50 times larger, and attention to real tokens would have no peaks. Shares from 3e-3 to
-# 3e-2 give similar results.
+# `solve_closed_form` treats a singular value of the pseudo input as zero if its ratio to the largest singular value is
+# below this tolerance. The singular values of the sinusoidal encoding span 5 orders of magnitude. If all of them were
+# inverted, the norms of the weights would grow up to 50-fold, and attention to real tokens would have no peaks.
+# Tolerances from 3e-3 to 3e-2 lead to similar results.
 RELATIVE_TOLERANCE = 1e-2
 # `solve_closed_form` uses this tolerance if `mass` is None. Larger tolerances give a larger error (eq. 8) than
 # Algorithm 1.
@@ -56,7 +56,7 @@ def draw_offsets(kernel_size: int, num_heads: int, generator: torch.Generator | 
 
 
 def pinv_offsets(num_heads: int) -> list[tuple[int, int]]:
-    """Return the offset of each head, in a 3 x 3 kernel, from the code of Zheng et al. for NeurIPS 2025."""
+    """Return the offset of each head in a 3 x 3 kernel, as in the code of Zheng et al. for NeurIPS 2025."""
     offsets = kernel_offsets(3)
     order = (4, 1, 5, 3, 7, 0, 2, 6, 8)
     return [offsets[order[head % len(order)]] for head in range(num_heads)]
@@ -102,7 +102,7 @@ def solve_closed_form(
     SVD reduces the rank of R and is split evenly between Q and K. A factor then sets the sharpness of the softmax.
 
     If a target lies on the grid and `head_dim` is at least 16, the attention of the position is largest at its target.
-    With a smaller `head_dim`, the map is a blur around the target. If `mass` is None, the maps are as sharp as those
+    If `head_dim` is below 16, the map is a blur around the target. If `mass` is None, the maps are as sharp as those
     of `solve_adam`. R then maps positions whose target lies outside of the grid to zero. These positions attend
     evenly, as in the minimum of eq. 8 (`results/impulse_speed.json`).
 
@@ -225,8 +225,8 @@ def solve_adam(
                         part.mul_(length / part.norm(dim=axis, keepdim=True))
             optimizer.zero_grad()
             losses = ((attention_map(inputs, *parameters) - targets) ** 2).mean((-2, -1))
-            # A sum over heads keeps heads independent. With the authors' mean, gradients are smaller, so that Adam's
-            # epsilon makes the steps smaller.
+            # A sum over heads keeps heads independent. The authors' mean over heads makes gradients smaller. Adam's
+            # epsilon then makes the steps smaller.
             (losses.mean() if renormalize_every else losses.sum()).backward()
             optimizer.step()
     return tuple(part.detach() for part in parameters)

@@ -280,7 +280,7 @@ def check_uniform(anatomy: Anatomy):
 
 def teacher_config(anatomy: Anatomy) -> dict | None:
     """Return the fields of the teacher's Transformers configuration that differ from the defaults of the configuration
-    class, without labels and files. Return None for a teacher of another library."""
+    class. Fields such as labels and dtype are left out. Return None for a teacher of another library."""
     config = getattr(anatomy.model, "config", None)
     if not type(config).__module__.startswith("transformers."):
         return None
@@ -326,7 +326,8 @@ def positioned_prefix(anatomy: Anatomy) -> torch.Tensor:
 
 def blank_image_prefix(anatomy: Anatomy, index: int) -> torch.Tensor:
     """Return a teacher's class tokens and registers before block `index`, `(prefix tokens, hidden_size)`, for an image
-    of zeros. After a block, these tokens depend on the image, but a student's are parameters."""
+    of zeros. After the first block, a teacher's tokens depend on the image, but a student's tokens are parameters.
+    """
     with evaluation_mode(anatomy.model):
         hidden_states = compute_hidden_states(anatomy, torch.zeros_like(make_example(anatomy)[:1]))
     return hidden_states[index][0, : anatomy.num_prefix_tokens]

@@ -174,7 +174,7 @@ class SelfAttention(nn.Module):
             # SDPA adds the bias, because FlashAttention cannot add a bias, and flex attention fails on CPUs.
             implementation = "sdpa"
         if key.shape[0] == 0:
-            # Transformers' other attention implementations cannot reshape an empty batch.
+            # Transformers' attention implementations cannot reshape an empty batch, but `eager_attention_forward` can.
             implementation = "eager"
         attention: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
         output, weights = attention(self, query, key, value, attention_mask, scaling=self.scaling, **kwargs)
@@ -534,8 +534,8 @@ class AdaptiveClassifierOutput(ModelOutput):
 
 
 def class_scores(config, logits: torch.Tensor) -> torch.Tensor:
-    """Convert logits to float32 scores as Transformers' pipeline does. Models for regression get no activation, models
-    for several labels per image or with one label get a sigmoid, and other models get a softmax."""
+    """Convert logits to float32 scores as Transformers' pipeline does. Logits of regression models do not change.
+    Logits of multi-label models and of models with one label get a sigmoid. Other logits get a softmax."""
     logits = in_float32(logits)
     if config.problem_type == "regression":
         return logits
@@ -608,7 +608,7 @@ def image_classification_loss(
 
     `Trainer` passes `num_items_in_batch` when it accumulates gradients. The summed loss is divided by this number for
     every problem type, so that accumulated gradients equal the gradient of a large batch. Transformers'
-    `self.loss_function` divides only for class indices.
+    `self.loss_function` divides by this number only if labels are class indices.
 
     Args:
         logits (`torch.FloatTensor` of shape `(batch, num_labels)`): Scores of the classes.

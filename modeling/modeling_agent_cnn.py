@@ -114,8 +114,8 @@ class AgentCNNPreTrainedModel(HubModel):
             self._init_as_reference(module)
 
     def _init_as_reference(self, module: nn.Module):
-        """Initialize weights as the authors' code does. Classifiers keep PyTorch's initialization. A module is
-        initialized after its submodules, so that it can overwrite their weights here."""
+        """Initialize weights as the authors' code does. Classifiers keep PyTorch's initialization. Submodules are
+        initialized before the modules that contain them, so this method can overwrite the weights of submodules."""
         if isinstance(module, GeneralizedConv2d):
             init_xavier_(module)
         elif isinstance(module, AgentCNNMLP):
@@ -171,7 +171,7 @@ class AgentCNNModel(AgentCNNPreTrainedModel):
 class AgentCNNForImageClassification(AgentCNNPreTrainedModel):
     """Agent CNN with a linear classifier on the mean of its feature map."""
 
-    # `Trainer` may pass `num_items_in_batch`, by which `image_classification_loss` divides for all problem types.
+    # `Trainer` may pass `num_items_in_batch`. `image_classification_loss` divides the summed loss by this number.
     accepts_loss_kwargs = True
 
     def __init__(self, config: AgentCNNConfig):

@@ -1,8 +1,9 @@
 """BootstrappedViT: a vision transformer that learns convolutional biases from an agent CNN during training.
 
 Zhang et al., *Bootstrapping ViTs: Towards Liberating Vision Transformers from Pre-training* (CVPR 2022, arXiv
-2112.03552). Both models classify images, and each learns from the other's predictions. Hint losses pull the
-transformer's tokens towards the agent's feature maps after every block. After training, the agent is not needed.
+2112.03552). The transformer and the agent both classify images, and each learns from the other's predictions. Hint
+losses pull the transformer's tokens towards the agent's feature maps after every block. After training, the agent is
+not needed.
 """
 
 import functools
@@ -118,7 +119,7 @@ class BootstrappedViTForImageClassification(HubModel):
     base_model_prefix = "model"
     main_input_name = "pixel_values"
     input_modalities = ("image",)
-    # There is no class of both models without classifiers, so that `AutoModel` loads this class, too.
+    # `AutoModel` loads this class, because no class without the classifiers of `vit` and `agent` exists.
     auto_classes = {
         "AutoModel": "BootstrappedViTForImageClassification",
         "AutoModelForImageClassification": "BootstrappedViTForImageClassification",
@@ -181,7 +182,7 @@ class BootstrappedViTForImageClassification(HubModel):
 
     @torch.no_grad()
     def _init_weights(self, module):
-        # The `_init_weights` of their own classes have already initialized `self.vit` and `self.twin`.
+        # `self.vit` and `self.twin` are already initialized by the `_init_weights` methods of their own classes.
         if module is not self or not is_drawn(self.vit.base_model):
             return
         if self.config.initialization == REFERENCE:
@@ -201,7 +202,8 @@ class BootstrappedViTForImageClassification(HubModel):
         Args:
             labels (`torch.Tensor`, *optional*): `(batch,)` class indices. Without labels, the agent is not computed.
             hint_share (`float`, *optional*):
-                Factor on `config.hint_weight`. By default `self.hint_share`, 1 without a `HintDecayCallback`.
+                Factor on `config.hint_weight`. The default is `self.hint_share`, which is 1 unless a
+                `HintDecayCallback` changes it.
         """
         if labels is None:
             outputs = self.vit(pixel_values, **kwargs)

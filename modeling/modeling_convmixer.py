@@ -116,7 +116,8 @@ class ConvMixerPreTrainedModel(HubModel):
         positions = torch.randint(size, (len(weight),), device=weight.device)
         filters.view(len(weight), size)[torch.arange(len(weight), device=weight.device), positions] = 3**-0.5
         if self.config.spatial_filters == "signed_impulse":
-            # With signs, x + BN(filter(x)) can initially be a difference of pixels. Without signs, it is always a sum.
+            # With random signs, x + BN(filter(x)) can initially be a difference of pixels. Without them, it would
+            # always be a sum.
             filters *= 1 - 2 * torch.randint(2, (len(weight), 1, 1, 1), device=weight.device)
         return filters
 
@@ -156,7 +157,7 @@ class ConvMixerModel(ConvMixerPreTrainedModel):
 class ConvMixerForImageClassification(ConvMixerPreTrainedModel):
     """ConvMixer with a linear classifier on the mean of its feature map."""
 
-    # `Trainer` may pass `num_items_in_batch`, by which `image_classification_loss` divides for all problem types.
+    # `Trainer` may pass `num_items_in_batch`. `image_classification_loss` divides the summed loss by this number.
     accepts_loss_kwargs = True
 
     def __init__(self, config: ConvMixerConfig):

@@ -262,7 +262,8 @@ class PatchSparseFormerPreTrainedModel(SparseFormerBasePreTrainedModel):
 
     def to_plain_vit(self, num_tokens: int | None = None, like=None) -> nn.Module:
         """Convert this model to its teacher's class, for example to a `Dinov2ForImageClassification` for images of 84
-        pixels. Each latent token becomes a patch of a smaller image. The outputs of both models are equal.
+        pixels. Each latent token becomes a patch of a smaller image. The outputs of the new model equal those of this
+        model.
 
         Args:
             num_tokens (`int`, *optional*): Number of latent tokens. By default `config.num_tokens`, or all tokens.
@@ -323,7 +324,7 @@ class PatchSparseFormerModel(PatchSparseFormerPreTrainedModel):
             output_attention_forecast (`bool`, *optional*, defaults to `False`): Return `attention_forecast`.
             output_tokens (`bool`, *optional*, defaults to `True`):
                 Return all tokens in `last_hidden_state`. With `False` and `pooling="cls"`, the last block computes
-                only class tokens. If `hidden_states` or `attentions` are returned, it computes all tokens.
+                only class tokens. If `hidden_states` or `attentions` are returned, all tokens are computed.
 
         Raises:
             ValueError: if `num_tokens` is below 1 or above `config.num_latent_tokens`, or no grid has that number of
@@ -397,7 +398,7 @@ class PatchSparseFormerModel(PatchSparseFormerPreTrainedModel):
 class PatchSparseFormerForImageClassification(AdaptiveClassifierMixin, PatchSparseFormerPreTrainedModel):
     """PatchSparseFormer with a linear classifier on the pooled embedding."""
 
-    # `Trainer` may pass `num_items_in_batch`, by which `image_classification_loss` divides for all problem types.
+    # `Trainer` may pass `num_items_in_batch`. `image_classification_loss` divides the summed loss by this number.
     accepts_loss_kwargs = True
 
     def __init__(self, config: PatchSparseFormerConfig):

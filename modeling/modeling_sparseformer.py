@@ -305,7 +305,7 @@ class SparseFormerForImageClassification(AdaptiveClassifierMixin, SparseFormerPr
     computes all tokens, for example for a forward hook.
     """
 
-    # `Trainer` may pass `num_items_in_batch`, by which `image_classification_loss` divides for all problem types.
+    # `Trainer` may pass `num_items_in_batch`. `image_classification_loss` divides the summed loss by this number.
     accepts_loss_kwargs = True
 
     def __init__(self, config: SparseFormerConfig):

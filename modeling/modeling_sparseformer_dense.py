@@ -155,7 +155,8 @@ class PatchSparseFormerBackbone(FeatureMapsMixin, PatchSparseFormerPreTrainedMod
 class SegmenterMixin(DenseInitializationMixin):
     """Mixin for semantic segmentation models."""
 
-    # The loss is a mean over labeled pixels. `Trainer` would also count pixels with the label 255, which is ignored.
+    # The loss is a mean over labeled pixels. `num_items_in_batch` of `Trainer` would also count pixels with the label
+    # 255, which the loss ignores.
     accepts_loss_kwargs = False
 
     def image_processor_config(self) -> dict | None:

@@ -148,7 +148,7 @@ class SparseFormerLlavaModel(SparseFormerTowerMixin, LlavaModel):
         Args:
             pixel_values (`torch.FloatTensor` of shape `(images, num_channels, height, width)`): Normalized images.
             num_image_tokens (`int` or sequence of `int`, *optional*):
-                Number of latent tokens of all images, or one number for each image.
+                Number of latent tokens per image: one number for all images, or one number for each image.
             kwargs: Arguments of `LlavaModel.get_image_features`.
         """
         kwargs["return_dict"] = True
@@ -185,8 +185,8 @@ class SparseFormerLlavaModel(SparseFormerTowerMixin, LlavaModel):
 class SparseFormerLlavaForConditionalGeneration(SparseFormerVLMMixin, LlavaForConditionalGeneration):
     """LLaVA with a SparseFormer as its vision tower.
 
-    `forward` and `generate` also accept `num_image_tokens`, which `SparseFormerLlavaProcessor` returns: the number of
-    latent tokens of all images, or one number for each image.
+    `forward` and `generate` also accept `num_image_tokens`, which `SparseFormerLlavaProcessor` returns. It is the
+    number of latent tokens per image: one number for all images, or one number for each image.
     """
 
     config: SparseFormerLlavaConfig
@@ -261,8 +261,8 @@ class SparseFormerLlavaOnevisionForConditionalGeneration(SparseFormerVLMMixin, L
 
 
 class SparseFormerLlavaImagesKwargs(ImagesKwargs, total=False):
-    # Number of latent tokens, without [CLS]: one number for all images, or one for each image. The model is trained
-    # with the numbers in `config.vision_config.elastic_token_counts`.
+    # Number of latent tokens per image, without [CLS]: one number for all images, or one number for each image. The
+    # model is trained with the numbers in `config.vision_config.elastic_token_counts`.
     num_image_tokens: int | list[int] | tuple[int, ...]
 
 

@@ -1,8 +1,8 @@
 """ViTContextBroadcast: a plain vision transformer with Context Broadcasting (`context_broadcast.py`) and an optional
 distillation token.
 
-Hyeon-Woo et al., *Scratching Visual Transformer's Back with Uniform Attention* (arXiv 2210.08457). The paper has DeiT
-models.
+Hyeon-Woo et al., *Scratching Visual Transformer's Back with Uniform Attention* (arXiv 2210.08457). The paper uses
+DeiT models.
 """
 
 from dataclasses import dataclass
@@ -80,7 +80,7 @@ class ViTContextBroadcastForImageClassification(ViTContextBroadcastPreTrainedMod
     """Vision transformer with Context Broadcasting and a linear classifier on [CLS]. With a distillation token, there
     is a second classifier on this token, and the logits are the mean of both classifiers' logits."""
 
-    # `Trainer` may pass `num_items_in_batch`, by which `image_classification_loss` divides for all problem types.
+    # `Trainer` may pass `num_items_in_batch`. `image_classification_loss` divides the summed loss by this number.
     accepts_loss_kwargs = True
 
     def __init__(self, config: ViTContextBroadcastConfig):

@@ -127,8 +127,8 @@ def from_open_clip(clip: nn.Module) -> SparseFormerCLIPModel | SparseFormerSigli
         A `SparseFormerSiglipModel` if `clip` has a `logit_bias`, else a `SparseFormerCLIPModel`.
 
     Raises:
-        ValueError: if `clip.visual` is no fitting `OpenClipVisual`, or if the text model differs from the text models
-            of CLIP and SigLIP in Transformers.
+        ValueError: if `clip.visual` is not an `OpenClipVisual`, if its SparseFormer has a projection in a SigLIP or
+            none in a CLIP, or if the text model differs from the text models of CLIP and SigLIP in Transformers.
     """
     visual = getattr(clip, "visual", None)
     is_siglip = getattr(clip, "logit_bias", None) is not None
@@ -192,7 +192,7 @@ def from_open_clip(clip: nn.Module) -> SparseFormerCLIPModel | SparseFormerSigli
     model.logit_scale.copy_(clip.logit_scale.squeeze())
     model.vision_model.load_state_dict(visual.model.base_model.state_dict())
     model.eval()
-    # Check that both models return equal embeddings for random token ids that are padded with 0.
+    # Check that `model` and `clip` return equal embeddings for random token ids that are padded with 0.
     config = model.config.text_config
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(config.vocab_size, (8, config.max_position_embeddings), generator=generator)

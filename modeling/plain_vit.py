@@ -104,7 +104,7 @@ def check_grid(config: PreTrainedConfig, grid: tuple[int, int], model_type: str)
 
 
 def set_fields(host_config: PreTrainedConfig, student: PreTrainedModel, grid: tuple[int, int]):
-    """Set the student's sizes in a host's configuration, in place, and the image size whose patches form `grid`."""
+    """Adapt a host's configuration to a student in place. The patches of the new image size form `grid`."""
     config = student.config
     patch_size = pair(config.patch_size)
     image_size = (grid[0] * patch_size[0], grid[1] * patch_size[1])

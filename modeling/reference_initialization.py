@@ -18,10 +18,11 @@ REFERENCE = "reference"
 
 @torch.no_grad()
 def reference_init_(vit: ViTForImageClassification):
-    """Initialize the weights of a ViT in place. Norms and weights that `from_pretrained` has loaded do not change.
+    """Initialize the weights of a ViT in place. Norms do not change. Weights that `from_pretrained` has loaded also do
+    not change.
 
     - Patch projection: standard normal weights, zero biases.
-    - Attention: Xavier-uniform weights, with one matrix for queries, keys and values; zero biases.
+    - Attention: Xavier-uniform weights, zero biases. The weights of queries, keys and values are drawn as one matrix.
     - MLPs: Xavier-uniform weights, standard normal biases. The authors may have meant small biases: their code calls
       `normal_(bias, 1e-6)`, which sets the mean to 1e-6 and leaves the standard deviation at 1.
     - Positions and [CLS]: normal with a standard deviation of 0.02.

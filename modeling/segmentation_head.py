@@ -58,12 +58,13 @@ class SegmentationLayer(nn.Module):
 
 
 class SegmentationHead(nn.Module):
-    """Distribution of tokens' class scores over the cells of a map by single-head attention (equations 6 and 7).
+    """Head that distributes tokens' class scores over the cells of a map by single-head attention (equations 6 and 7).
 
     The paper specifies the width (256), two transformer blocks, a linear classifier and a predictive bias, which is a
-    score that is added to each token's attention. A 3 x 3 convolution of the stem's map gives the queries. We chose
-    the other details: blocks are pre-norm, with 64 channels per head and an MLP of four times the width, and a
-    LayerNorm follows. The linear layers for keys and predictive bias have no biases, which the softmax would cancel.
+    score that is added to each token's attention. A 3 x 3 convolution computes the queries from the stem's map. We
+    chose the other details. Blocks are pre-norm, with 64 channels per head and an MLP of four times the width. A
+    LayerNorm follows the blocks. The linear layers for keys and predictive bias have no biases, because the softmax
+    would cancel biases.
     """
 
     def __init__(self, config):
@@ -97,8 +98,8 @@ class SegmentationHead(nn.Module):
         queries = self.query(features.to(tokens.dtype))
         size = queries.shape[-2:]
         keys = self.key(tokens) * tokens.shape[-1] ** -0.5
-        # Tokens are classified before they are distributed over cells. In the other order, the classifier's input
-        # would have `HIDDEN_SIZE` channels for each cell.
+        # Tokens are classified before they are distributed over cells. If they were distributed first, the input of
+        # the classifier would have `HIDDEN_SIZE` channels for each cell.
         scores = in_float32(keys @ queries.flatten(2) + self.importance(tokens))
         weights = (scores + geometric_bias(rois, *size).flatten(2)).softmax(1).to(tokens.dtype)
         logits = self.classifier(tokens).mT @ weights

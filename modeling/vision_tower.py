@@ -43,8 +43,8 @@ def swap_vision_tower(
 ) -> PreTrainedModel:
     """Return a VLM whose vision tower is replaced by a SparseFormer.
 
-    `vision_feature_layer` is converted to a negative index, because the last blocks of both vision towers correspond.
-    For example, layer 22 of a tower with 24 blocks becomes -3.
+    `vision_feature_layer` is converted to a negative index, because the last blocks of the old and
+    new tower correspond. For example, layer 22 of a tower with 24 blocks becomes -3.
 
     Args:
         vlm (`PreTrainedModel`):
@@ -53,13 +53,14 @@ def swap_vision_tower(
             The new model shares the weights of the language model and of the projector with `vlm`.
         vision_model (`SparseFormerVisionModel`, `SparseFormerVisionModelWithProjection` or `SparseFormerModel`):
             A SparseFormer or PatchSparseFormer that was bootstrapped from the old vision tower, or a CLIP or SigLIP
-            with such a SparseFormer. It is copied to the device of the VLM's inputs, in the dtype of the old tower.
+            with such a SparseFormer. The SparseFormer is copied to the device of the VLM's inputs and cast to the
+            dtype of the old tower.
         image_grid (`int`, *optional*):
             Number of rows and columns of the feature grid in a Gemma 3 or a LLaVA-OneVision. By default, the feature
             grid does not change. With a smaller grid, the language model gets fewer tokens for each image.
         new_first_layer (`bool`, *optional*, defaults to `False`):
-            Accept a vision model of another width for a LLaVA or a PaliGemma. The first layer of the projector then
-            has new weights, which have to be trained.
+            Accept a vision model that is wider or narrower than the old tower of a LLaVA or a PaliGemma. The first
+            layer of the projector then has new weights, which have to be trained.
 
     Raises:
         ValueError: if the class of `vlm` or `vision_model` is not supported, if the widths differ, or if `image_grid`
@@ -70,7 +71,7 @@ def swap_vision_tower(
     tower_fields["model_type"] = tower_fields.get("model_type", "").removesuffix("_projection")
     if tower_fields["model_type"] not in ("sparseformer", "patch_sparseformer"):
         raise ValueError(f"Got a {type(vision_model).__name__} as vision model, expected a SparseFormer.")
-    # Models without a language-modeling head have the same model type, so `lm_head` is checked, too.
+    # VLMs with and without a language-modeling head have the same model type, so `lm_head` is also checked.
     if not hasattr(vlm, "lm_head") or vlm.config.model_type not in MODELS:
         raise ValueError(
             f"Got a {type(vlm).__name__}, expected a Llava-, PaliGemma-, Gemma3- or "

@@ -150,7 +150,7 @@ class ViTPreTrainedModel(HubModel):
             if module.bias is not None:
                 init.zeros_(module.bias)
         elif isinstance(module, nn.Conv2d):
-            # With a standard deviation of 0.02, small patches would have much smaller embeddings than positions.
+            # With a standard deviation of 0.02, embeddings of small patches would be much smaller than the positions.
             uniform_init_(module)
         elif isinstance(module, ViTEmbeddings):
             self._init_positions(module)

@@ -47,7 +47,7 @@ Linear = nn.Linear | Projection
 
 @dataclass(frozen=True, eq=False)
 class GridPositions:
-    """Table of position embeddings. For another grid size, the table is interpolated as in the model's own library.
+    """Table of position embeddings. For grids other than `grid`, the table is interpolated as in the model's library.
 
     Args:
         table (`torch.Tensor`): `(prefix tokens + rows * columns, hidden_size)`. Leading axes of size 1 are allowed.
@@ -85,7 +85,7 @@ class Attention:
     value: Linear
     output: Linear
     num_heads: int
-    query_norm: nn.Module | None = None  # Norm of each head's queries, before the rotation.
+    query_norm: nn.Module | None = None  # Norm of each head's queries, applied before rotary embeddings.
     key_norm: nn.Module | None = None
     output_norm: nn.Module | None = None  # Norm before the output projection.
 
@@ -211,7 +211,7 @@ class AttentionPooling:
 class Pooling:
     """Method that pools the tokens of a model into the image embedding."""
 
-    mode: str = "cls"  # One of the values of `pooling` in a SparseFormer configuration.
+    mode: str = "cls"  # A value of the field `pooling` of SparseFormer configurations.
     class_tokens: list[int] | None = None  # Indices of the class tokens that are pooled. None means all class tokens.
     before_norm: bool = False
     head: AttentionPooling | None = None
@@ -222,7 +222,7 @@ class Anatomy:
     """Description of a vision transformer by its parts.
 
     Parts of fused layers are views of the model's weights. After the model is moved or cast, these views are outdated:
-    read the model again. If `unsupported_reason` is set, only `model`, `source` and prefix token fields are filled.
+    read the model again. If `unsupported_reason` is set, only `model`, `source` and fields of prefix tokens are set.
 
     Args:
         model (`nn.Module`): The vision transformer, without wrappers and text towers.
@@ -242,7 +242,8 @@ class Anatomy:
         classifier (`nn.Linear`, *optional*): Linear map from the embedding to logits.
         labels (`dict`): `id2label`, `label2id` and `problem_type` of the classifier.
         embed (`Callable`, *optional*): Function from images, `(batch, channels, height, width)`, to embeddings,
-            `(batch, embedding_size)`: pooled tokens, after `projection` in a CLIP model. They are not L2-normalized.
+            `(batch, embedding_size)`. An embedding is the pooled tokens, or their `projection` in a CLIP model. It is
+            not L2-normalized.
         run_classifier (`Callable`, *optional*): Function from images to logits.
         unsupported_reason (`str`, *optional*): Reason why the model is not a plain vision transformer.
         unsupported_patches_reason (`str`, *optional*): Reason why `patches` could not be read.
@@ -377,7 +378,8 @@ def read_anatomy(model: nn.Module | Anatomy, image_size: tuple[int, int] | None 
         image_size (pair of `int`, *optional*):
             Height and width of the images in pixels, if they differ from the model's configuration. For example,
             DINOv2 is configured for 518 pixels, but its image processor returns images of 224 pixels. Models of
-            Transformers interpolate position embeddings in each forward pass. Models of timm are changed in place.
+            Transformers interpolate position embeddings in each forward pass. The image size of timm models is changed
+            in place.
 
     Raises:
         ValueError: if `model` is not a model, takes only texts, or does not take images of `image_size`.

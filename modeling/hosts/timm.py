@@ -26,7 +26,8 @@ from .anatomy import (
 
 # Class names of pre-norm blocks. A post-norm block, `ResPostBlock`, has the same parts, so class names are checked.
 _BLOCKS = ("Block", "EvaBlock")
-# Attributes of CaiT, XCiT, ConViT and VOLO models. Their first blocks process the patch tokens without a class token.
+# Attributes of CaiT, XCiT, ConViT and VOLO. In these models, the first blocks process patch tokens without a class
+# token.
 _LATE_CLASS_TOKENS = ("blocks_token_only", "cls_attn_blocks", "local_up_to_layer", "post_network")
 
 
@@ -153,11 +154,13 @@ def _read_rotary(model: nn.Module, grid: tuple[int, int], head_dim: int) -> Rota
         return None
     kind = type(rope).__name__
     if kind == "RotaryEmbeddingDinoV3" and rope.normalize_coords == "separate" and rope.min_period is None:
-        # Row or column i of n has the coordinate 2 * (i + 0.5 + offset) / n - 1. The angle is 2 pi * coordinate * f.
+        # The coordinate of row i (of n rows) or column i (of n columns) is 2 * (i + 0.5 + offset) / n - 1. The angle
+        # is 2 pi * coordinate * frequency.
         scale = (4 * torch.pi, 4 * torch.pi)
         shift = tuple(2 * torch.pi * (2 * rope.grid_offset / count - 1) for count in grid)
     elif kind == "RotaryEmbeddingCat" and rope.grid_type == "index":
-        # Row or column i of n has the coordinate (i + offset) / n * m, where the reference grid has m rows or columns.
+        # The coordinate of row i (of n rows) or column i (of n columns) is (i + offset) / n * m, where m is the number
+        # of rows or columns of the reference grid.
         reference = rope.ref_feat_shape or grid
         scale = tuple(float(count) for count in reference)
         shift = tuple((rope.grid_offset - 0.5) / count * ref for count, ref in zip(grid, reference, strict=True))

@@ -155,7 +155,8 @@ def _read_plain(model: nn.Module, tower: nn.Module, prefix: dict, image_size: tu
     if hasattr(config, "image_size"):
         own_size = pair(config.image_size)
     else:
-        # SigLIP 2 NaFlex has no image size. Its position table is a square grid, which gives this image size.
+        # SigLIP 2 NaFlex has no image size, but a square grid of positions. The image size is computed as the number
+        # of grid rows times the patch size.
         own_size = pair(int(config.num_patches**0.5) * patch_size[0])
     can_interpolate = "interpolate_pos_encoding" in inspect.signature(tower.embeddings.forward).parameters
     takes_any_size = family.any_size or can_interpolate or getattr(config, "is_native", False)
@@ -177,7 +178,7 @@ def _read_plain(model: nn.Module, tower: nn.Module, prefix: dict, image_size: tu
     num_prefix_tokens = prefix["num_class_tokens"] + prefix["num_register_tokens"]
     rotary = None
     if rope := getattr(tower, "rope_embeddings", None):
-        # DINOv3 has the coordinates 2 * center - 1 and the angles 2 pi * coordinate * f.
+        # In DINOv3, the coordinate of a patch is 2 * center - 1. The angle is 2 pi * coordinate * frequency.
         scale = (4 * torch.pi, 4 * torch.pi)
         shift = (-2 * torch.pi, -2 * torch.pi)
         rotary = Rotary(float(rope.base), scale, shift, torch.arange(blocks[0].attention.head_dim))
@@ -293,8 +294,8 @@ def _read_mlp(module: nn.Module) -> MLP:
 
 
 def sincos_positions(hidden_size: int, grid: tuple[int, int], theta: float = 10000.0) -> torch.Tensor:
-    """Return AIMv2's fixed position embeddings of the patches of a grid, `(rows * columns, hidden_size)` float64. They
-    are the sines and cosines of the column, then the sines and cosines of the row."""
+    """Return AIMv2's fixed position embeddings of the patches of a grid, `(rows * columns, hidden_size)` float64. An
+    embedding has the sines and cosines of the column, then the sines and cosines of the row."""
     quarter = hidden_size // 4
     frequencies = theta ** -(torch.arange(quarter, dtype=torch.float64) / quarter)
     rows, columns = (torch.arange(count, dtype=torch.float64) for count in grid)
@@ -342,7 +343,7 @@ def read_head(head: nn.Module) -> AttentionPooling:
 
 
 def _caller(tower: nn.Module, interpolates: bool) -> Callable:
-    """Return a function of a model and images that calls the model with the arguments of its model family."""
+    """Return a function `(model, pixel_values)` that calls a model with the arguments that its family needs."""
     options = {"interpolate_pos_encoding": True} if interpolates else {}
     if tower.config.model_type == "vit_mae":
         return functools.partial(_call_unmasked, **options)
