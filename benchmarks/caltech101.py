@@ -413,7 +413,7 @@ def classified_rightly(
     embeddings: torch.Tensor, labels: torch.Tensor, known: torch.Tensor, known_labels: torch.Tensor, seed: int = 0
 ) -> dict[str, torch.Tensor]:
     """Classify test images by a linear probe and by nearest neighbors, both with the training embeddings `known`.
-    For each classifier, return the share of draws in which an image is classified correctly, `(images,)` float64."""
+    For each classifier, return each image's accuracy `(images,)`, averaged over draws of random patches."""
     classes, numbers = known_labels.unique(return_inverse=True)
     right = {"linear_accuracy": [], "neighbor_accuracy": []}
     for asked, features in zip(embeddings, known, strict=True):

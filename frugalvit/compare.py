@@ -309,7 +309,7 @@ def describe_score(name: str, correct: torch.Tensor, teacher: torch.Tensor | Non
         teacher (`torch.Tensor` of shape `(images,)`, *optional*): The teacher's scores of the same images.
 
     Returns:
-        `{name}` is the mean. `{name}_error` is half the width of its Wilson interval for one standard deviation.
+        `{name}` is the mean. `{name}_error` is half the width of the mean's Wilson interval (one standard deviation).
         `{name}_difference` is the difference from the teacher's mean. `{name}_difference_error` is its standard error.
     """
     count = len(correct)

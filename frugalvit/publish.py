@@ -184,7 +184,7 @@ def check_code(path: Path, part: dict) -> dict:
 
 
 def check_outputs(folder: Path):
-    """Raise a ValueError if a folder's model does not load, or has different outputs, without frugalvit installed."""
+    """Raise a ValueError if, without frugalvit, a folder's model does not load or has different outputs."""
     model = load_saved_model(folder)
     image_processor = load_processor(folder)
     images = [Image.effect_noise((64, 64), 50).convert("RGB") for _ in range(2)]
