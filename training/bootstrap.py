@@ -37,7 +37,7 @@ from .cards import strip_directory
 from .data import class_names
 from .loading import load_model
 from .losses import AlignmentLoss, teacher_attention
-from .precision import hold_teacher
+from .precision import bfloat16_is_fast, hold_teacher
 from .splits import check_classes, check_single_label, load_splits, match_classes
 from .students import (
     StudentArguments,
@@ -156,6 +156,9 @@ class BootstrapArguments(ImageTrainingArguments):
     flip: float = argument(0.5, "Probability of a horizontal flip.")
     zoom_out: float = argument(1.0, "Place half of the images on a canvas with sides up to this many times theirs.")
     attn_implementation: str | None = argument(None, "The student's attention implementation. Default: eager on CPUs.")
+    bf16: bool | None = argument(
+        None, "Compute in bfloat16. Default: on a CPU whose matrix products measure twice as fast in bfloat16."
+    )
 
     expected = {
         "tune": (
@@ -171,6 +174,11 @@ class BootstrapArguments(ImageTrainingArguments):
         follows_preset = self.warmup_steps is None
         if follows_preset:
             self.warmup_steps = 0
+        if self.bf16 is None:
+            on_cpu = self.use_cpu or torch.accelerator.current_accelerator(check_available=True) is None
+            self.bf16 = on_cpu and not (self.fp16 or self.deepspeed) and bfloat16_is_fast()
+            # `TrainingArguments` allows bfloat16 on a CPU only with `use_cpu`.
+            self.use_cpu = self.use_cpu or self.bf16
         super().__post_init__()
         if follows_preset:
             self.warmup_steps = None

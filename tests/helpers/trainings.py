@@ -24,6 +24,8 @@ SHORT = {
     "per_device_eval_batch_size": 32,
     "logging_steps": 1,
     "use_cpu": True,
+    # By default, the speed of the machine decides.
+    "bf16": False,
 }
 
 

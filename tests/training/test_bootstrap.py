@@ -36,6 +36,16 @@ INHERITED = {"focusing": "inherited", "num_tokens": 16}
 ONE_EPOCH = PAPER | {"per_device_train_batch_size": 16, "use_cpu": True, "num_train_epochs": 1}
 
 
+@pytest.mark.parametrize(
+    ("is_fast", "options", "expected"),
+    [(True, {}, True), (False, {}, False), (False, {"bf16": True}, True), (True, {"bf16": False}, False)],
+)
+def test_fast_cpus_compute_in_bfloat16(monkeypatch, is_fast, options, expected):
+    monkeypatch.setattr("frugalvit.training.bootstrap.bfloat16_is_fast", lambda: is_fast)
+    args = BootstrapArguments(output_dir="unused", use_cpu=True, **options)
+    assert args.bf16 is expected
+
+
 def weights(folder):
     return AutoModelForImageClassification.from_pretrained(folder).state_dict()
 
