@@ -48,7 +48,9 @@ MODEL_OPTIONS = ("--model", "--teacher", "--student", "--vision-model", "--visio
 
 def wrong_name(command: str, words: list[str]) -> str | None:
     """Return an error message if a model or an image does not exist. This check runs before slow imports."""
-    for option, name in itertools.pairwise(words):
+    # An option and its value may also be one word, `--model=NAME`.
+    parts = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    for option, name in itertools.pairwise(parts):
         if option in MODEL_OPTIONS and not name.startswith(OPEN_CLIP):
             try:
                 find_model(name)

@@ -256,12 +256,19 @@ def impulse_init_(
             f"`kernel_size` is {kernel_size}, expected 1 to {2 * min(vit.grid) - 1} on a grid of {grid} patches."
         )
 
+    given_offsets = None
+    if offsets is not None:
+        layers = enumerate(vit.layers)
+        given_offsets = [
+            check_offsets(offsets(index) if callable(offsets) else offsets, layer.num_heads) for index, layer in layers
+        ]
+
+    # All arguments are valid, so the model may be changed from here on.
     _set_positions(vit, positions)
     inputs = {kind: _pseudo_input(kind, vit, generator) for kind in dict.fromkeys(first_and_later)}
     # Offsets are drawn before the solver draws random numbers, so that they do not depend on the solver.
-    if offsets is not None:
-        given = [offsets(index) if callable(offsets) else offsets for index in range(len(vit.layers))]
-        all_offsets = [check_offsets(each, layer.num_heads) for each, layer in zip(given, vit.layers, strict=True)]
+    if given_offsets is not None:
+        all_offsets = given_offsets
     elif solver == "pinv":
         all_offsets = [pinv_offsets(layer.num_heads) for layer in vit.layers]
     else:

@@ -43,6 +43,7 @@ def command(monkeypatch):
         ("quikstart", "there is no command 'quikstart'; did you mean quickstart?"),
         ("predict docs/dgo.png", "there is no image 'docs/dgo.png'"),
         ("predict docs/dog.png --model cifar10-sparsformer", "did you mean cifar10-sparseformer"),
+        ("bootstrap --teacher=cifar10-vitt", "did you mean cifar10-vit"),
         ("bootstrap --teacher ./nowhere", "There is no folder './nowhere'"),
     ],
 )

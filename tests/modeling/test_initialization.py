@@ -114,6 +114,14 @@ def test_offsets_of_heads_can_be_given_for_all_layers_or_by_layer():
         impulse_init_(model, offsets=offsets[:3])
 
 
+def test_wrong_offsets_do_not_change_the_model():
+    model = vit(num_attention_heads=4)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ValueError, match="offsets"):
+        impulse_init_(model, offsets=torch.zeros(3, 2, dtype=torch.int64))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
 def test_adam_does_what_the_algorithm_says():
     inputs, offsets = encoding(3, 4, 16), [(0, 1), (1, 0)]
     targets = torch.stack([impulse_matrix(3, 4, offset) for offset in offsets])
