@@ -11,9 +11,9 @@ All rows have these settings, unless the name of a row gives another value:
 
 - Architecture: 64 patches, width 72, 4 blocks. The ViT has [CLS] and 9 heads, and the agent has 9 positions.
 - Budget: 4,000 images, 6 epochs, batches of 32.
-- Optimizer, initialization and loss weights of the reference implementation. Rows with impulse initialization
-  initialize all other weights as in Transformers: the reference's standard normal patch projection would outweigh
-  the position embeddings.
+- Optimizer, initialization and loss weights of the reference implementation. In rows with impulse
+  initialization, weights outside attention are initialized as in Transformers: the reference's standard normal patch
+  projection would outweigh the position embeddings.
 - Training images are padded by reflection. Accuracy is measured after the last epoch.
 
 The row "joint, no hint, no divergence" is the control. Its ViT and its agent are trained in one run, but no loss
@@ -169,8 +169,8 @@ def gradients(arguments, names: list[str]) -> list[dict]:
 def gradient_lengths(
     model: BootstrappedViTForImageClassification, inputs: dict[str, torch.Tensor]
 ) -> dict[str, float]:
-    """Return the norm of each loss term's gradient for the ViT's parameters. Also return the cosine between the hint
-    gradient and the sum of the other gradients, and the root mean square of the embedded tokens."""
+    """Return the norm of each loss term's gradient with respect to the ViT's parameters. Also return the cosine
+    between the hint gradient and the sum of the other gradients, and the root mean square of the embedded tokens."""
     outputs = model.eval()(**inputs, output_hidden_states=True)
     losses = outputs.losses
     parameters = list(model.vit.parameters())

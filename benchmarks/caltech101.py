@@ -63,7 +63,8 @@ from token_merging import SEARCH_RATE, MergedViT, baseline, diffrate, merging, t
 VARIANTS = {
     "fixed": [],
     "elastic": ["--num_tokens", "9", "16", "25", "36", "49", "64"],
-    # With --tokens 256 (one for each patch), linear layers of 3 blocks cost as much as 12 blocks with 64 tokens.
+    # With --tokens 256 (one for each patch), the linear layers of 3 blocks cost as much as the linear layers of 12
+    # blocks with 64 tokens.
     "3 blocks": ["--truncate", "9"],
     "paper": ["--focusing", "paper", "--preset", "paper", "--learning_rate", "2e-3", "--warmup_steps", "54"],
 }
@@ -412,8 +413,9 @@ def of_classes(images: datasets.Dataset, classes: Container[int]) -> datasets.Da
 def classified_rightly(
     embeddings: torch.Tensor, labels: torch.Tensor, known: torch.Tensor, known_labels: torch.Tensor, seed: int = 0
 ) -> dict[str, torch.Tensor]:
-    """Classify test images by a linear probe and by nearest neighbors, both with the training embeddings `known`.
-    For each classifier, return each image's accuracy `(images,)`, averaged over draws of random patches."""
+    """Classify test images by a linear probe and by nearest neighbors. Both classifiers are built from the training
+    embeddings `known`. For each classifier, return each image's accuracy `(images,)`, averaged over draws of
+    random patches."""
     classes, numbers = known_labels.unique(return_inverse=True)
     right = {"linear_accuracy": [], "neighbor_accuracy": []}
     for asked, features in zip(embeddings, known, strict=True):

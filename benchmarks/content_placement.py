@@ -20,7 +20,7 @@
 - `larger` measures images of twice the size. `speed` times both placements, and `picture` draws their tokens.
 - `rivals` copies the weights of a student with a grid into Adaptive Patch Transformer (CHECKOUT of
   github.com/rccchoudhury/apt, needs ipdb, einops and cv2) and into timm's NaFlexViT. The entropy threshold of Adaptive
-  Patch Transformer is set for the same mean number of tokens. NaFlexViT keeps the aspect ratio.
+  Patch Transformer is set so that its mean number of tokens is the student's. NaFlexViT keeps the aspect ratio.
 """
 
 import argparse
@@ -205,7 +205,8 @@ def measure_glances(arguments):
 
 
 def outputs_by_margin(arguments, folder: Path, view: str, count: int, margin: float) -> tuple:
-    """Return a student's logits for the test images, its multiply-accumulates for one image, and the labels."""
+    """Return a student's logits for the test images, its multiply-accumulates for one image, and the labels. Scores of
+    blocks are multiplied by `margin` before grid cells are chosen."""
     model, processor = load_model(folder, "image-classification", str(choose_device()))
     student, image_format = WithTokens(model, count), ImageFormat.from_processor(processor)
     if view != caltech101.VIEWS[0]:
@@ -266,7 +267,8 @@ def compare_rivals(arguments):
 
 
 def classify_placed(placement, arguments, model, image_format, images, count, view) -> tuple[torch.Tensor, float]:
-    """Return the logits and the mean number of tokens of an image. All functions in `RIVALS` have these arguments."""
+    """Return the logits of all images, and the mean number of tokens in an image. All functions in `RIVALS` are called
+    with the arguments after `placement`."""
     model.set_placement(placement)
     logits = torch.cat([model(batch, num_tokens=count).logits for batch in images.split(32)])
     model.set_placement("grid")

@@ -91,7 +91,8 @@ def scaled(start: float) -> dict:
 
 
 # The recipe `context-broadcast-small` with two changes. The learning rate is 1e-3, eight times the value of DeiT's
-# rule for batches of 128. Images are padded and cropped, as in DeiT's code for 32 x 32 pixels. DeiT pads with black.
+# rule for batches of 128. As in DeiT's code, images of 32 x 32 pixels are padded and cropped. Here, the
+# padding reflects the image. In DeiT's code, the padding is black.
 DEIT = {
     "randaugment_layers": 2,
     # Magnitude 27 of 30 in torchvision corresponds to magnitude 9 of 10 in timm.

@@ -170,14 +170,14 @@ def backbones(arguments, model: nn.Module, image_format: ImageFormat, device: to
         yield Backbone("teacher with random patches", count, SIZE, model, maps)
     for merged in MERGED if arguments.tome else []:
         vit = tome(whole, arguments.tome, merged, trace_source=True).vit
-        # With this identity in the place of its head, the model returns tokens.
+        # Replace the head by an identity, so that the ViT returns tokens.
         vit.forward_head = lambda tokens: tokens
         maps = functools.partial(map_of_merged, vit, whole.grid)
         tokens = whole.num_patches
         for _ in whole.blocks:
             tokens -= min(merged, tokens // 2)
         yield Backbone(f"ToMe, {merged} a block, unmerged", tokens, SIZE, vit, maps)
-    # Before training, an upsampler adds zero. Untrained students are therefore measured only without an upsampler.
+    # Before training, an upsampler does not change a feature map, so untrained students are measured without one.
     for kind in dict.fromkeys(kind.partition("-")[0] for kind in arguments.bootstrap or ["content"]):
         student = new_student(whole, kind, image_format).to(device).eval()
         yield from students(f"{kind}, before training", [student], TOKENS)

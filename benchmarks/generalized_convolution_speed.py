@@ -97,7 +97,7 @@ def main():
 
 
 def make_pass(name: str, side: int, batch_size: int) -> Callable[[], torch.Tensor]:
-    """Return a function that builds a layer and runs it. In matrix form, a layer includes the constant matrices."""
+    """Return a function that builds a layer and runs the layer. A `MatrixForm` includes the constant matrices."""
     feature_map = torch.randn(batch_size, CHANNELS, side, side)
     # The first convolution and the first matrix product allocate memory inside libraries. This memory must not count.
     with torch.inference_mode():

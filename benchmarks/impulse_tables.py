@@ -118,8 +118,9 @@ VIT_TABLES = {
         for heads in (3, 8)
         for side in (3, 5)
     },
-    # Here, unlike in the paper, Algorithm 1 does not help and Kaiming uniform is best. One possible reason is a small
-    # standard deviation of weights: 0.02, but 0.059 in Kaiming uniform. Another possible reason is too many steps.
+    # Here, unlike in the paper, Algorithm 1 does not help and Kaiming uniform is best. Two possible reasons
+    # are tested. The first is a small standard deviation of weights: 0.02 by default, and 0.059 for Kaiming uniform.
+    # The second is too many steps of Algorithm 1.
     "directions": {
         name: row
         for base in ("truncated normal", "impulse 3x3, Algorithm 1 bounded, default values")

@@ -32,7 +32,7 @@ class LocalFeedForward(nn.Module):
         self.grid = config.grid
         excitation = SqueezeExcitation(inner, inner // width, scale_activation=nn.Hardsigmoid)
         for layer in (excitation.fc1, excitation.fc2):
-            # In the authors' code, these layers are linear layers with timm's initialization.
+            # In the authors' code, `fc1` and `fc2` are linear layers with timm's initialization.
             nn.init.trunc_normal_(layer.weight, std=0.02)
             nn.init.zeros_(layer.bias)
         self.convolutions = nn.Sequential(

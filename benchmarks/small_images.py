@@ -1,4 +1,4 @@
-"""Compare a student that inherits its teacher's weights with the teacher fine-tuned on smaller images.
+"""Compare two kinds of models: students that inherit a teacher's weights, and the teacher fine-tuned on small images.
 
     python benchmarks/small_images.py train --teacher checkpoints/caltech101-vit --train TRAIN --test TEST
     python benchmarks/small_images.py processing --test TEST
@@ -121,7 +121,7 @@ def train_one(arguments, method: str, rate: float, sizes: list[int], seed: int) 
 
 @torch.no_grad()
 def measure_processing(arguments):
-    """Compare the shipped student with its exports as plain ViTs, which get smaller images."""
+    """Compare the shipped student with its exports as plain ViTs. The plain ViTs get smaller images."""
     model, processor = load_model(checkpoint_path("caltech101-sparseformer"), "image-classification", "cpu")
     image_format, rows = ImageFormat.from_processor(processor), []
     for size in arguments.sizes:

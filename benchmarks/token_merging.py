@@ -60,8 +60,9 @@ PARTS = {
     "mlp.fc1": "mlp.fc1",
     "mlp.fc2": "mlp.fc2",
 }
-# A search of DiffRate's rates adds to the loss 5 times the squared difference between multiply-accumulates (in G) and
-# their target. The difference is scaled as if the teacher had 4.6 G multiply-accumulates, like DeiT-S.
+# In a search of DiffRate's rates, the loss has an additional term: the squared difference between multiply-accumulates
+# (in G) and their target, times `DIFFRATE_WEIGHT`. The difference is scaled as if the teacher had 4.6 G
+# multiply-accumulates, like DeiT-S.
 DIFFRATE_WEIGHT = 5
 DIFFRATE_SCALE = 4.6
 # Learning rate of DiffRate's search. The search trains only few parameters.
@@ -208,7 +209,7 @@ class MergedViT(nn.Module):
         return super().train(mode and self.searches)
 
     def forward(self, pixel_values: torch.Tensor) -> Embedded | tuple[Embedded, torch.Tensor]:
-        # By default, DiffRate also returns multiply-accumulates.
+        # `return_flop=False`: by default, a DiffRate model also returns multiply-accumulates.
         options = {"return_flop": False} if hasattr(self.vit, "_diffrate_info") and not self.training else {}
         if not options or (dtype := next(self.vit.parameters()).dtype) == torch.float32:
             return self.vit(pixel_values, **options)
@@ -351,7 +352,7 @@ def baseline(name: str, method: str, model: MergedViT, teacher: Anatomy, image_p
     return Baseline(
         name=name,
         method=method,
-        # A cast of this `Vision` also casts the classifier, so the embeddings are cast to the dtype of the images.
+        # A cast of `Vision` to another dtype also casts the classifier, whose input must have the same dtype.
         model=Vision(
             nn.ModuleList([model, teacher.classifier]),
             lambda images: model(images).embedding.to(images.dtype),
@@ -406,7 +407,7 @@ class RandomPatches:
         def leave_out(module, arguments, keywords):
             tokens = arguments[0] if arguments else keywords["hidden_states"]
             prefix = self.anatomy.num_prefix_tokens
-            # The patches with the largest random numbers are kept. No patch can then be kept twice.
+            # Keep the patches with the largest random numbers. In this way, no patch is kept twice.
             noise = torch.rand(len(tokens), self.anatomy.num_patches, generator=self.generator)
             self.kept = noise.topk(self.patches).indices.to(tokens.device)
             patches = tokens[:, prefix:].gather(1, self.kept[..., None].expand(-1, -1, tokens.shape[-1]))
@@ -423,7 +424,7 @@ class RandomPatches:
 @torch.no_grad()
 def as_timm(teacher: nn.Module | Anatomy) -> PooledViT:
     """Copy a vision transformer into a `PooledViT`. Layer scale is folded into the linear layers. A `ValueError` is
-    raised if the embeddings of the copy differ, for example because the teacher has register tokens."""
+    raised if the copy's embeddings differ from the teacher's, for example because the teacher has register tokens."""
     anatomy = read_anatomy(teacher)
     projection = next(module for module in anatomy.model.modules() if isinstance(module, nn.Conv2d))
     blocks = [layer.state_dict() for layer in PatchSparseFormerModel.from_teacher(anatomy).layers]
@@ -474,7 +475,8 @@ def as_timm(teacher: nn.Module | Anatomy) -> PooledViT:
 
 
 def fold_layer_scale(block: dict[str, torch.Tensor]):
-    """Multiply layer scale into the linear layers before it, in `block`, the state dict of an `EncoderLayer`."""
+    """Multiply the weights of linear layers by the layer scale that follows them. `block` is the state dict of an
+    `EncoderLayer`, and is changed in place."""
     for scale, linear in (("attention_scale", "attention.o_proj"), ("mlp_scale", "mlp.fc2")):
         if scale in block:
             block[f"{linear}.weight"] = block[scale][:, None] * block[f"{linear}.weight"]

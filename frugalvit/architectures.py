@@ -17,7 +17,7 @@ from .training.files import split_revision
 from .training.loading import Task, load_config, load_model, loading_errors, vision_config_of
 
 
-# Description of the expected kind of model in error messages.
+# Error messages describe the expected kind of model with these words.
 COUNTED = "a model to count"
 
 

@@ -41,7 +41,8 @@ class LayerStatistics:
 
 def stable_rank(matrices: torch.Tensor) -> torch.Tensor:
     """Compute the stable rank of matrices `(…, rows, columns)`: the sum of the squared singular values, divided by the
-    largest squared singular value (Remark 1 of Zheng et al.). The result `(…)` lies between 1 and the rank."""
+    largest squared singular value (Remark 1 of Zheng et al.). The stable rank lies between 1 and the rank. The result
+    has the shape `(…)`."""
     values = torch.linalg.svdvals(matrices.float()).square()
     return values.sum(-1) / values.amax(-1)
 
@@ -90,7 +91,8 @@ def patch_grid(config) -> tuple[int, int] | None:
 
 
 def favorite_neighbors(maps: torch.Tensor, grid: tuple[int, int] | None) -> tuple[list[tuple[int, int]], list[float]]:
-    """Return the `offset` and the `mass` of `LayerStatistics` for attention maps and a grid of patches."""
+    """Compute the fields `offset` and `mass` of `LayerStatistics` from attention maps `(heads, queries, keys)`.
+    `grid` is the result of `patch_grid`."""
     positions = grid[0] * grid[1] if grid else 0
     if not 0 < positions <= maps.shape[-1]:
         return [], []

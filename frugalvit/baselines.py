@@ -40,7 +40,8 @@ class Baseline:
         id2label (`dict[int, str]`, *optional*): Class names.
         tokens (`int`, *optional*): Number of tokens in the encoder blocks, including class and register tokens.
         parameters (`int`, *optional*): Number of parameters that process images. Default: all parameters of `model`.
-        draws (`int`, *optional*, defaults to 1): Number of calls of a random `embed` for each image.
+        draws (`int`, *optional*, defaults to 1): Number of calls of `embed` for each image. A random `embed` may
+            need more than one call.
     """
 
     name: str
@@ -109,7 +110,7 @@ def as_teacher(anatomy: Anatomy, **others) -> Baseline:
 
 
 def load_teacher(folder: str, *options, **more) -> tuple[Anatomy, object]:
-    """Load a plain vision transformer as an `Anatomy`, and its image processor. See `load_model` for arguments."""
+    """Load a plain vision transformer. Return its `Anatomy` and image processor. See `load_model` for arguments."""
     model, image_processor = load_model(folder, "image-feature-extraction", *options, **more)
     anatomy = read_anatomy(model.requires_grad_(False), size_made_by(image_processor))
     anatomy.require_plain("compare students with", embeds=True)
@@ -150,8 +151,8 @@ def load_teachers(
 
 
 def at_lower_resolution(anatomy: Anatomy, image_processor, image_size: tuple[int, int]) -> Baseline:
-    """Describe a teacher on smaller images as a `Baseline`. The field `model` is an untrained student with all
-    patches and with resampled position embeddings."""
+    """Return a `Baseline` of a teacher on images of `image_size`. Its `model` is an untrained student that has the
+    teacher's weights, resampled position embeddings, and one token for each patch of the smaller images."""
     height, width = image_size
     student_class = PatchSparseFormerVisionModel
     if anatomy.projection is not None and anatomy.classifier is None:
@@ -176,8 +177,8 @@ def at_lower_resolution(anatomy: Anatomy, image_processor, image_size: tuple[int
 
 def load_students(folder: str, method: str | None = None, name: str | None = None, **options) -> list[Baseline]:
     """Load a student as a list of baselines. For a SparseFormer, the list has a baseline for each number of tokens
-    that it was trained for. For any other model, the list has one baseline. `method` defaults to "SparseFormer" for a
-    SparseFormer with a single number of tokens, and to the model's name otherwise."""
+    that the model was trained for. For any other model, the list has one baseline. `method` defaults to
+    "SparseFormer" for a SparseFormer with a single number of tokens, and to the model's name otherwise."""
     model, image_processor = load_model(folder, "image-feature-extraction", **options)
     model = without_agent(model).requires_grad_(False).eval()
     size = size_made_by(image_processor)

@@ -103,6 +103,6 @@ def main(argv: list[str] | None = None) -> int:
     except Exception as error:
         if debug or not (message := user_message(error)):
             raise
-    # Print outside the `except` block: progress bars are closed by then, so the message gets its own line.
+    # Print after the `except` block, when progress bars are closed. The message then gets its own line.
     print(f"frugalvit {command}: error: {message}", file=sys.stderr)
     return 1

@@ -310,7 +310,8 @@ def describe_score(name: str, correct: torch.Tensor, teacher: torch.Tensor | Non
 
     Returns:
         `{name}` is the mean. `{name}_error` is half the width of the mean's Wilson interval (one standard deviation).
-        `{name}_difference` is the difference from the teacher's mean. `{name}_difference_error` is its standard error.
+        `{name}_difference` is the difference from the teacher's mean. `{name}_difference_error` is the
+        standard error of this difference.
     """
     count = len(correct)
     mean = correct.mean().item()

@@ -21,8 +21,8 @@ PROG = "python -m frugalvit.convert"
 @dataclass(kw_only=True)
 class ConvertOptions(OutputOptions):
     """Convert a checkpoint of github.com/showlab/sparseformer to a folder that `from_pretrained` loads. Widths
-    and the numbers of tokens, sampling points and blocks are read from the checkpoint. Other settings are those of the
-    variant."""
+    and the numbers of tokens, sampling points and blocks are read from the checkpoint. Other settings are those of
+    `variant`."""
 
     checkpoint: str = argument(help=".pth or .safetensors file.", positional=True)
     variant: str | None = argument(

@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> None:
     for model in options.models:
         load_classifier(model, options.device, options.trust_remote_code)
     with tempfile.TemporaryDirectory(prefix="frugalvit-demo-") as folder:
-        # gradio reads this variable only when it is imported, so the variable is set first.
+        # gradio reads `GRADIO_TEMP_DIR` at import, so the variable is set before the import.
         os.environ["GRADIO_TEMP_DIR"] = folder
         try:
             import gradio
@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> None:
             raise ValueError("The page needs gradio: pip install 'frugalvit[demo]'.") from None
         page = build_page(folders, options.device, options.trust_remote_code, write_examples(Path(folder)))
         page.launch(
-            # This theme uses the system's fonts. The default theme loads fonts from Google.
+            # Use the system's fonts. By default, a gradio page loads fonts from Google.
             theme=gradio.themes.Default(font=["system-ui", "sans-serif"], font_mono=["monospace"]),
             max_file_size="20mb",
             show_error=True,

@@ -79,8 +79,8 @@ class SegmentationOptions(EvaluateOptions, SplitOptions, ReadingOptions):
 
 @dataclass(kw_only=True)
 class ZeroShotOptions(EvaluateOptions, SplitOptions, ReadingOptions):
-    """Zero-shot accuracy of a CLIP. An image gets the class whose sentences have the most similar mean embedding
-    (Radford et al. 2021)."""
+    """Zero-shot accuracy of a CLIP. An image gets the class whose sentences have the mean embedding that is most
+    similar to the image's embedding (Radford et al. 2021)."""
 
     model: str = argument(help=CLIP)
     vision_model: str | None = argument(None, VISION_MODEL)

@@ -105,7 +105,7 @@ def export_model(options: ExportOptions) -> dict[str, object]:
     model = load_saved_model(options.model)
     image_processor = load_processor(options.model)
     image_format = ImageFormat.from_processor(image_processor)
-    # DINOv2's `image_size` is the size for its position embeddings. Its image processor makes smaller images.
+    # DINOv2's `config.image_size` is the size for position embeddings. The image processor outputs smaller images.
     vision = vision_config_of(model.config)
     if pair(vision.image_size) != image_format.size:
         vision.image_size = list(image_format.size)
@@ -235,7 +235,8 @@ def compare_outputs(
 
     Returns:
         `compared` is the number of inputs. `min_cosine` and `mean_cosine` compare the first outputs of both
-        models, or the last feature maps. `agreement` is the share of images, or of pixels, with equal labels.
+        models, or the last feature maps. `agreement` is the share of images, or of pixels, that get the
+        same label from both models.
     """
     cosines = []
     agreements = []

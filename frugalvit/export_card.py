@@ -35,7 +35,7 @@ def write_card(folder: Path, model: PreTrainedModel, image_format: ImageFormat, 
         model (`PreTrainedModel`): The original model.
         image_format (`ImageFormat`): Image format of the original model.
         report (`dict`): Contents of `report.json`.
-        name (`str`): Folder or hub id of the original model. Its card names the license.
+        name (`str`): Folder or hub id of the original model. The license is read from the original model's card.
     """
     base = split_revision(name)[0]
     hub_id = None if Path(base).is_dir() else base

@@ -36,7 +36,7 @@ def write_plain_card(folder: Path, host: PreTrainedModel, size: tuple[int, int],
         host (`PreTrainedModel`): The plain vision transformer.
         size (`tuple[int, int]`): Height and width of the model's images.
         report (`dict`): Result of `compare_outputs`.
-        name (`str`): Folder or hub id of the student. Its card names the license.
+        name (`str`): Folder or hub id of the student. The license is read from the student's card.
     """
     base = split_revision(name)[0]
     loader = type(host).__name__

@@ -335,7 +335,8 @@ def load_exported(
     """From an exported folder, load the program whose inputs are images.
 
     Raises:
-        ValueError: If `device` is not the CPU, or if the program has none of `outputs`. The error names `kind`.
+        ValueError: If `device` is not the CPU, or if the program has none of `outputs`. In the error
+            message, `kind` describes the expected kind of model.
     """
     if device is not None and torch.device(device).type != "cpu":
         raise ValueError(f"device {device}: the exported {os.fspath(name)!r} runs on the CPU.")

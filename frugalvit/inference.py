@@ -97,7 +97,7 @@ class _Application:
         self.num_workers = num_workers
         self.return_errors = return_errors
         self.prepare = image_maker(image_processor)
-        # An exported program has no parameters. The empty tensor has the program's device and dtype.
+        # An exported program has no parameters. `torch.empty(0)` has the dtype and device of the program's inputs.
         parameter = next(model.parameters(), torch.empty(0))
         self.device = parameter.device
         self.dtype = parameter.dtype
@@ -182,8 +182,9 @@ class Classifier(_Application):
         print(path, classify.labels[scores.argmax()])
     ```
 
-    With `confidence`, a number from 0 to 1, the model uses few tokens first. Images whose best class has a lower
-    probability are computed again with more tokens (`SparseFormerForImageClassification.classify_adaptively`).
+    With `confidence`, a number from 0 to 1, the model uses few tokens first. Images whose best class has a
+    probability below `confidence` are computed again with more tokens
+    (`SparseFormerForImageClassification.classify_adaptively`).
     """
 
     what = "scores"

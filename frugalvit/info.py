@@ -83,7 +83,7 @@ def describe(name: str) -> dict[str, object]:
     vision = image_side(model)
     height, width = pair(vision.config.image_size)
     if vision.config.model_type.startswith("dinov2") and (folder / "preprocessor_config.json").is_file():
-        # DINOv2's `image_size` is the size for its position embeddings. Its image processor makes smaller images.
+        # DINOv2's `config.image_size` is the size for position embeddings. The image processor outputs smaller images.
         height, width = size_made_by(load_processor(folder, COUNTED))
     if is_sparseformer(vision.config):
         tokens = vision.config.default_num_tokens + vision.config.num_prefix_tokens
@@ -101,7 +101,7 @@ def describe(name: str) -> dict[str, object]:
 
 
 def with_speeds(rows: Sequence[dict[str, object]], batch_size: int, device: torch.device) -> list[dict[str, object]]:
-    """Measure the speed of the models in the rows of `describe`, with random weights.
+    """Measure the speed of the models in the rows of `describe`. The models get random weights.
 
     Returns:
         A row for each model and each number of tokens that the model is trained for. The row has `images/s`, the

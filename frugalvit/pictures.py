@@ -42,7 +42,7 @@ def draw_rois(
         rois (sequence of `torch.Tensor` of shape `(images, tokens, 4)`):
             RoIs of each step, from a call with `output_rois=True`. If RoIs overlap, at most `MOST_BOXES` are drawn.
         sampling_points (sequence of `torch.Tensor` of shape `(images, tokens, points, 2)`, *optional*):
-            Sampling points from the same model output.
+            Sampling points from the call that returned `rois`.
         captions (sequence of `str`, *optional*): Captions of the rows.
         all_steps (`bool`, *optional*, defaults to `False`):
             Draw the RoIs of all steps (figures 1 and 2 of the supplement).

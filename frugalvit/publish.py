@@ -174,9 +174,10 @@ def check_texts(folder: Path):
 
 
 def check_code(path: Path, part: dict) -> dict:
-    """Return an object of a JSON file. Raise a ValueError if its `auto_map` names code outside the file's folder."""
+    """Return `part`, an object of the JSON file `path`. Raise a ValueError if the `auto_map` of `part` names code that
+    is not in the file's folder."""
     for names in dict(part.get("auto_map") or {}).values():
-        # A tokenizer's entry lists a slow and a fast class. Each class may be None.
+        # A tokenizer's entry in `auto_map` lists a slow and a fast class. Each class may be None.
         for name in filter(None, [names] if isinstance(names, str) else names):
             if f"{name.partition('.')[0]}.py" not in os.listdir(path.parent):
                 raise ValueError(f"The auto_map of {path.name} names code that is not published, {name!r}; remove it.")

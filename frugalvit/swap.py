@@ -89,7 +89,8 @@ def main(argv: list[str] | None = None) -> None:
 def pixel_pairs(
     processor, old_processor, images: datasets.Dataset, skip_corrupt: bool = False
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield pairs of batches for `match_channels_`: the same images, prepared by the new and the old processor."""
+    """Yield pairs of batches for `match_channels_`. Both batches of a pair contain the same images: one is prepared by
+    `processor`, and the other by `old_processor`."""
     both = [
         image_batches(each.image_processor, images, batch_size=16, skip_corrupt=skip_corrupt)
         for each in (processor, old_processor)

@@ -26,7 +26,7 @@ def outputs_of(model, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor
 
 
 if __name__ == "__main__":
-    # With this entry, `import frugalvit` fails.
+    # None in `sys.modules` makes `import frugalvit` fail.
     sys.modules["frugalvit"] = None
     folder, loader, file, output = sys.argv[1:]
     if hasattr(transformers, loader):

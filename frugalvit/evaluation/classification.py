@@ -54,7 +54,7 @@ def classification_accuracy(
         image_processor: The classifier's image processor.
         images (`datasets.Dataset`): Columns `image` (not decoded) and `label` (two or more classes).
         fgsm_eps (`float`, *optional*): Step size of the attack by `fgsm`. Default: no attack.
-        occluded_share (`float`, *optional*): Share of an image's area that `occlude_center` hides. Default: none.
+        occluded_share (`float`, *optional*): Share of an image's area that `occlude_center` hides. Default: 0.
         reading: Further arguments of `image_batches`.
 
     Returns:

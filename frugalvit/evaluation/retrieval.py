@@ -69,8 +69,9 @@ def embed_all_images(towers: TwoTowers, images: datasets.Dataset, batch_size: in
 def retrieval_recall(
     image_embeddings: torch.Tensor, text_embeddings: torch.Tensor, owners: torch.Tensor
 ) -> dict[str, float]:
-    """Measure recall at 1, 5 and 10 in percent. If wrong candidates are as similar as the best correct candidate,
-    the query's score is the probability that the correct candidate is among the first k in a random order.
+    """Measure recall at 1, 5 and 10 in percent. If the best correct candidate and wrong candidates are equally similar
+    to the query, these candidates have a random order. The query's score is then the probability that the best correct
+    candidate is among the first k.
 
     Args:
         image_embeddings (`torch.Tensor`): Normalized embeddings `(images, width)`.
@@ -78,8 +79,8 @@ def retrieval_recall(
         owners (`torch.Tensor`): Index of each caption's image, `(captions,)`. Every image has at least one caption.
 
     Returns:
-        `dict`: `image_to_text@k` is the share of images with one of their captions among the k most similar captions.
-        `text_to_image@k` is the share of captions with their image among the k most similar images.
+        `dict`: `image_to_text@k` is the share of images whose k most similar captions include a caption of the image.
+        `text_to_image@k` is the share of captions whose k most similar images include the caption's image.
     """
     images = torch.arange(len(image_embeddings))
     recall = {}

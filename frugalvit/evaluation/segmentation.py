@@ -67,7 +67,7 @@ def segmentation_scores(
     window: int | None = None,
     skip_corrupt: bool = False,
 ) -> dict[str, object]:
-    """Evaluate a semantic segmentation model. Its logits are resized to the resolution of the masks.
+    """Evaluate a semantic segmentation model. The model's logits are resized to the resolution of the masks.
 
     Args:
         model (`PreTrainedModel`): The segmentation model.

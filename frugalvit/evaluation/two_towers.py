@@ -73,7 +73,7 @@ def load_tokenizer(name: str, vocab_size: int, trust_remote_code: bool = False):
             vocabulary and maps all texts to the same tokens.
     """
     tokenizer = load_processor(name, "a CLIP with a tokenizer", trust_remote_code, AutoTokenizer)
-    # Only a large difference is an error, because `vocab_size` may be larger than the number of tokens.
+    # `vocab_size` may be larger than the tokenizer's number of tokens, so only a large difference is an error.
     if len(tokenizer) < vocab_size // 10:
         raise ValueError(
             f"The tokenizer of {name!r} has {len(tokenizer):,} tokens and its model {vocab_size:,}; put its files "
