@@ -18,8 +18,7 @@ def swap_backbone(model: PreTrainedModel, backbone: BackboneMixin) -> PreTrained
             The new backbone. It is moved to the model's device and dtype. It is not copied.
 
     Raises:
-        ValueError: if the model has no backbone, or if the feature maps of `backbone` do not have the same channels as
-            those of the old backbone.
+        ValueError: if the model has no backbone, or if the `channels` of the old and the new backbone differ.
     """
     names = [name for name, module in model.named_modules() if isinstance(module, BackboneMixin)]
     if not names or getattr(model.config, "backbone_config", None) is None:

@@ -6,9 +6,10 @@ model's weights do not change.
 
 For `cb`, the position at the end of the MLP and the position before its second linear layer give the same outputs. The
 reason is that a linear layer with a bias commutes with averaging. For `cb_s`, the outputs differ. A third position is
-before the MLP. The supplement (2.6, "case 1") states that the MLP's weights get no gradient with this position. In
-fact, the weights get a gradient, but the loss of token i reaches the weights only through the MLP's output for token
-i. With the position at the end, the loss of token i reaches the weights through the MLP's outputs for all tokens.
+before the MLP. The supplement (2.6, "case 1") states that the MLP's weights get no gradient with this third position.
+In fact, the weights get a gradient, but the loss of token i reaches the weights only through the MLP's output for
+token i. With the position at the end, the loss of token i reaches the weights through the MLP's outputs for all
+tokens.
 """
 
 from collections.abc import Sequence

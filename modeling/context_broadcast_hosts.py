@@ -48,7 +48,7 @@ def insert_context_broadcast(
         kind, scale_init, blend: Arguments of `ContextBroadcast`.
         position (`str` or list of `str`, *optional*, defaults to `"mlp_end"`):
             `"mlp_front"` is before the MLP. `"mlp_mid"` is before the second linear layer of the MLP. `"mlp_end"` is
-            after the MLP, and `"attention_end"` is after the attention. Both are before the residual sum.
+            between the MLP and the residual sum. `"attention_end"` is between the attention and the residual sum.
 
     Returns:
         `list[str]`: Names of the inserted modules.

@@ -15,15 +15,17 @@ from ..configuration.configuration_sparseformer import SparseFormerConfig, Spars
 from .modeling_sparseformer import SparseFormerForImageClassification, SparseFormerVisionModelWithProjection
 
 
-# The papers' variants of each kind of checkpoint. If no variant has the checkpoint's width, the first is used.
+# The papers' variants of each kind of checkpoint. If no variant has the checkpoint's width, the first variant of
+# the kind is used.
 TEMPLATES = {
     "v1": ("v1-tiny", "v1-small", "v1-base"),
     "bootstrapped": ("augreg-base-49-224", "augreg-large-49-224"),
     "bootstrapped-clip": ("clip-base-49-224", "clip-large-64-224"),
 }
 EXPECTED = "Expected one of the files ..._converted.pth of github.com/showlab/sparseformer, release v2.0.0-refactor."
-# Regular expressions that convert the authors' names to this package's names, in this order. In the authors' `layers`,
-# 0 and 2 are focusing layers, 1 changes the width, and the others are encoder blocks. `qkv` is a fused layer.
+# Regular expressions that convert the authors' names to this package's names. They are applied in this order. In the
+# authors' `layers`, 0 and 2 are focusing layers, 1 changes the width, and the others are encoder blocks. `attn.qkv` is
+# one layer for queries, keys and values.
 RENAMINGS = {
     r"^proj\.": "classifier.",
     r"^feat_extractor\.conv1\.": "sparseformer.stem.convolution.",
@@ -147,14 +149,13 @@ def config_from_showlab(
             the checkpoint determine the variant.
         iterations (`int`, *optional*):
             Number of executions of the focusing layer. For bootstrapped models, the default is the number of stage
-            embeddings, or 1 without stage embeddings. For v1, the paper's variant gives the default.
+            embeddings, or 1 without stage embeddings. For v1, the default is the number in the paper's variant.
         image_size (`int` or pair of `int`, *optional*):
             Height and width of preprocessed images in pixels. The default is 224. For a square size, images are
             resized to 8/7 of the size and cropped. For a rectangular size, images are resized without a crop.
 
     Raises:
-        ValueError: if tensors are missing, or if `iterations` is not the number of iterations of a bootstrapped
-            checkpoint.
+        ValueError: if tensors are missing, or if `iterations` differs from the default of a bootstrapped checkpoint.
     """
     variant = variant or infer_showlab_variant(state_dict)
     if variant != "v1":
@@ -213,7 +214,8 @@ def convert_showlab(state_dict: dict[str, torch.Tensor], config: SparseFormerCon
 
 
 def our_name(theirs: str, config: SparseFormerConfig) -> str:
-    """Convert a tensor name of the authors to this package's name. `qkv_proj` fuses queries, keys and values."""
+    """Convert a tensor name of the authors to this package's name. In the result, `qkv_proj` stands for three layers:
+    `q_proj`, `k_proj` and `v_proj`."""
     renamings = RENAMINGS | (V1_RENAMINGS if config.is_v1 else BOOTSTRAPPED_RENAMINGS)
     if isinstance(config, SparseFormerProjectionConfig):
         renamings[r"^proj\."] = "visual_projection."

@@ -41,7 +41,7 @@ def assignment_weights(rois: torch.Tensor, height: int, width: int) -> torch.Ten
     weights = along(top, bottom, height).unsqueeze(-1) * along(left, right, width).unsqueeze(-2)
     sums = weights.sum(1, keepdim=True)
     nearest = geometric_bias(rois, height, width).softmax(1)
-    # A sum below 1e-6 is a rounding error, so the cell counts as not covered.
+    # If the weights in a cell sum to at most 1e-6, the sum is a rounding error, so the cell counts as not covered.
     return torch.where(sums > 1e-6, weights / sums.clamp(min=1e-6), nearest)
 
 
@@ -151,7 +151,8 @@ class FeatureMaps(nn.Module):
             pixel_values (`torch.Tensor` of shape `(batch, num_channels, height, width)`): The images.
             norm (`nn.Module`): Norm that is applied to the hidden states.
             names (`list[str]`):
-                Names of layers. A layer that is not in `config.out_features` has a scale of 1 and no upsampler.
+                Names of layers. If a layer is not in `config.out_features`, the scale of its feature map is 1, and no
+                upsampler refines the map.
 
         Returns:
             Feature maps, each `(batch, hidden_size, rows, columns)`, and the `assignment_weights` of the last map.

@@ -43,7 +43,8 @@ def initial_rois(num_tokens: int, counts: Sequence[int] = ()) -> torch.Tensor:
 
 def initial_sampling_offsets(num_points: int) -> torch.Tensor:
     """Return initial sampling offsets from a RoI's center, `(num_points, 2)`, as x and y. If `num_points` is a square
-    number, the offsets are a square grid with x in the inner loop. Otherwise, they are uniform in +-0.5."""
+    number, the offsets are a square grid with x in the inner loop. Otherwise, the offsets are drawn uniformly from
+    -0.5 to 0.5."""
     root = math.isqrt(num_points)
     if root**2 != num_points:
         return torch.rand(num_points, 2) - 0.5
@@ -84,7 +85,7 @@ def locate_sampling_points(rois: torch.Tensor, offsets: torch.Tensor) -> torch.T
     left_top, right_bottom = in_float32(rois).unsqueeze(2).chunk(2, dim=-1)
     offsets = in_float32(offsets)
     if offsets.shape[0] == 0:
-        # `var` would warn about an empty batch.
+        # `offsets.var` would warn about an empty batch.
         return offsets
     variance = offsets.var(dim=2, keepdim=True)
     mean = offsets.mean(dim=2, keepdim=True)
@@ -207,8 +208,9 @@ class SparseFormerLatents(nn.Module):
 
     @torch.no_grad()
     def break_ties(self, first: int = 0, std: float = 0.05):
-        """Add noise to the RoI of each token from index `first` on that has the same RoI and embedding as another
-        token. The paper has 12 such tokens of 48. Without noise, they would get equal gradients and stay equal."""
+        """Add noise to the RoIs of tokens that have the same RoI and embedding as another token. Tokens before
+        index `first` do not change. In the paper, 12 of 48 latent tokens have the same RoI and embedding. Without
+        noise, these tokens would get equal gradients and stay equal."""
         embedding = self.token_embedding.expand(len(self.initial_rois), -1).to(self.initial_rois)
         starts = torch.cat([self.initial_rois, embedding], dim=1)
         tied = (starts[first:, None] == starts).all(dim=-1).sum(dim=1) > 1

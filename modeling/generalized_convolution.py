@@ -22,10 +22,11 @@ def window_size(num_positions: int) -> int:
 def generalized_conv2d(
     feature_map: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Compute a generalized convolution (eq. 1). Each output cell is a sum over the first positions of the window
-    around the cell, counted row by row. Each position has its own matrix. The map is padded with zeros.
+    """Compute a generalized convolution (eq. 1). The positions of the kernel fill the window around each output cell
+    row by row, from the top left. Each position has its own matrix. The map is padded with zeros.
 
-    Window rows without positions are not computed. Therefore, 6 positions cost two thirds of 9 positions.
+    Window rows without positions are not computed. A kernel with 6 positions therefore needs two thirds of the
+    multiplications of a kernel with 9 positions.
 
     Args:
         feature_map (`torch.Tensor` of shape `(batch, in_channels, height, width)`): Input.
@@ -40,7 +41,8 @@ def generalized_conv2d(
     reach = side // 2
     rows = math.ceil(num_positions / side)
     kernel = F.pad(weight, (0, rows * side - num_positions)).unflatten(-1, (rows, side))
-    # The top is padded for the whole window. The bottom is padded, or cropped, for the computed rows of the window.
+    # `reach` rows are padded above the map, as for the whole window. Below the map, `rows - 1 - reach` rows are
+    # padded. If this number is negative, the last rows of the map are cropped.
     return F.conv2d(F.pad(feature_map, (reach, reach, reach, rows - 1 - reach)), kernel, bias)
 
 

@@ -56,15 +56,16 @@ def image_processor_config(config) -> dict:
 
 
 class HubModel(HubMixin, PreTrainedModel):
-    """Base class of all models. `save_pretrained` writes a folder that loads without frugalvit, with
-    `trust_remote_code=True`.
+    """Base class of all models. `save_pretrained` writes a folder that can be loaded without frugalvit, if
+    `trust_remote_code=True` is passed to `from_pretrained`.
 
     Class attributes:
         auto_classes (`dict[str, str]`): Map from an Auto class name to a model class name, for `auto_map`.
         embeds (`dict[str, tuple[str, str]]`):
             Settings for sentence-transformers. The keys are kinds of input, "image" or "text". A value has the name
             of the method that computes the embedding, and the name of the embedding in the method's output.
-        embedding_arguments (`tuple[str, ...]`): Arguments of the methods in `embeds` that a caller may set.
+        embedding_arguments (`tuple[str, ...]`): Names of arguments that `SentenceTransformer.encode` passes to the
+            methods in `embeds`.
     """
 
     auto_classes: dict[str, str] = {}
@@ -95,7 +96,7 @@ class HubModel(HubMixin, PreTrainedModel):
             module = family.__module__.rpartition(".")[2]
             for name, source in source_files(family.__module__).items():
                 (folder / name).write_text(source, encoding="utf-8", newline="\n")
-            # `AutoConfig` also loads the modeling file, so that it returns the configuration class of the model.
+            # `AutoConfig` is mapped to the modeling file, so that `AutoConfig` returns the model's `config_class`.
             classes = {"AutoConfig": family.config_class.__name__, **self.auto_classes}
             self.config.auto_map = {auto_class: f"{module}.{name}" for auto_class, name in classes.items()}
             super().save_pretrained(folder, **kwargs)

@@ -41,7 +41,8 @@ class ImageFormat:
         """Read the format from the attributes of an image processor of Transformers or timm.
 
         DeiT's processor resizes images to a square before the crop. The returned format resizes the shorter side, as
-        DeiT's authors do. For SigLIP 2 NaFlex, which takes images of any shape, the size is the largest square.
+        DeiT's authors do. SigLIP 2 NaFlex takes images of any shape. The returned size is the size of the largest
+        square image that has at most `max_num_patches` patches.
 
         Raises:
             ValueError: if `ImageFormat` cannot describe the preprocessing of the processor.

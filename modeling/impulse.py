@@ -16,8 +16,8 @@ import torch.nn.functional as F
 # inverted, the norms of the weights would grow up to 50-fold, and attention to real tokens would have no peaks.
 # Tolerances from 3e-3 to 3e-2 lead to similar results.
 RELATIVE_TOLERANCE = 1e-2
-# `solve_closed_form` uses this tolerance if `mass` is None. Larger tolerances give a larger error (eq. 8) than
-# Algorithm 1.
+# `solve_closed_form` uses this tolerance if `mass` is None. With a larger tolerance, the error (eq. 8) is larger than
+# the error of Algorithm 1.
 SHARP_TOLERANCE = 1e-3
 # `solve_closed_form` uses this attention at the target if `mass` is None. Algorithm 1 reaches 0.97 to 0.997 on grids
 # of 8 x 8 to 16 x 16 positions.
@@ -94,15 +94,15 @@ def solve_closed_form(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Solve for Q and K in closed form: Q K' is the least-squares shift of the pseudo input, of rank `head_dim`.
 
-    A shift of a sinusoidal encoding rotates each pair of sine and cosine. Before the LayerNorm, there is therefore a
-    matrix R with X R = S X, where S is `target`. Row i of X R X' has the dot products of all positions with the target
-    of position i. The product of the target with itself is the largest.
+    A shift of a sinusoidal encoding rotates each pair of sine and cosine. If X is the encoding before the LayerNorm,
+    there is therefore a matrix R with X R = S X, where S is `target`. Row i of X R X' has the dot products of all
+    positions with the target of position i. The product of the target with itself is the largest.
 
     R is computed by least squares, without the directions of X with small singular values (`RELATIVE_TOLERANCE`). An
     SVD reduces the rank of R and is split evenly between Q and K. A factor then sets the sharpness of the softmax.
 
-    If a target lies on the grid and `head_dim` is at least 16, the attention of the position is largest at its target.
-    If `head_dim` is below 16, the map is a blur around the target. If `mass` is None, the maps are as sharp as those
+    If `head_dim` is at least 16, each position whose target lies on the grid attends most to its target. If `head_dim`
+    is below 16, the attention map is a blur around the target. If `mass` is None, the maps are as sharp as those
     of `solve_adam`. R then maps positions whose target lies outside of the grid to zero. These positions attend
     evenly, as in the minimum of eq. 8 (`results/impulse_speed.json`).
 

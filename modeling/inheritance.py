@@ -95,7 +95,8 @@ def inherit_blocks(
     **fields,
 ) -> nn.Module:
     """Return a student with its teacher's blocks and head, and with a new focusing stage. This function implements
-    `SparseFormerModel.from_teacher`, which documents the arguments. `inherits` is called `inherit_blocks` there."""
+    `SparseFormerModel.from_teacher`, which documents the arguments. The argument `inherits` of this function is the
+    argument `inherit_blocks` of `from_teacher`."""
     anatomy, truncated, image_fields = read_teacher(model_class, teacher, truncate, image_processor)
     if num_latent_tokens is None:
         num_latent_tokens = default_num_latent_tokens(anatomy)
@@ -104,7 +105,8 @@ def inherit_blocks(
         "num_hidden_layers": len(anatomy.blocks) - truncated,
         "num_channels": anatomy.num_channels,
         "feature_stride": list(anatomy.patch_size),
-        # Half the encoder's width, rounded down to a multiple of 8. The SparseFormer papers have 384 for 768.
+        # Half the encoder's width, rounded down to a multiple of 8. The SparseFormer papers use 384 for an encoder of
+        # width 768.
         "focusing_hidden_size": max(anatomy.hidden_size // 16 * 8, 8),
         "focusing_layer_norm_eps": FOCUSING_EPS,
     }
@@ -206,9 +208,10 @@ def default_num_latent_tokens(anatomy: Anatomy, fill_grid: bool = False) -> int:
     """Return the default number of a student's latent tokens, a quarter of the teacher's patches.
 
     Table 2 of the bootstrapping paper (Gao et al., CVPR 2024) counts [CLS] as a token. If the teacher has a class
-    token, there is one latent token fewer, except with `fill_grid`. For images of 384 or more pixels, patches are
-    counted as in an image of 224 pixels: in the paper, ViT-L/16-384 has 49 tokens by default, and 144 or 196 after
-    continued bootstrapping. For 336 pixels, all patches are counted: CLIP ViT-L/14-336 has 144 tokens in table 6.
+    token, the default is therefore one less than a quarter, except with `fill_grid`. For images of 384 or more pixels,
+    patches are counted as in an image of 224 pixels: in the paper, ViT-L/16-384 has 49 tokens by default, and 144 or
+    196 after continued bootstrapping. For 336 pixels, all patches are counted: CLIP ViT-L/14-336 has 144 tokens in
+    table 6.
     """
     patches = anatomy.num_patches
     if min(anatomy.image_size) >= 384:
@@ -313,8 +316,8 @@ def patch_positions(anatomy: Anatomy, grid: tuple[int, int]) -> torch.Tensor | N
 
 
 def positioned_prefix(anatomy: Anatomy) -> torch.Tensor:
-    """Return the sum of a teacher's class tokens and registers with their positions, `(prefix tokens, hidden_size)`.
-    The norm `pre_norm` is not applied."""
+    """Return a teacher's class tokens and registers after positions are added, `(prefix tokens, hidden_size)`. The
+    norm `pre_norm` is not applied."""
     tokens = [anatomy.patches.projection.weight.new_zeros(0, anatomy.hidden_size)]
     tokens = torch.cat(tokens + [token.reshape(-1, anatomy.hidden_size) for token in anatomy.prefix_tokens])
     if not isinstance(anatomy.patch_positions, GridPositions):

@@ -149,7 +149,8 @@ class SelfAttention(nn.Module):
             queries (`torch.Tensor` of shape `(batch, queries, hidden_size)`, *optional*):
                 Tokens that attend; by default `hidden_states`.
             position_embeddings (`tuple` of two `torch.Tensor`, *optional*):
-                Results of `rotary_table`, `(batch, rotated tokens, head_dim / 2)`. The last tokens are rotated.
+                Results of `rotary_table`, `(batch, rotated tokens, head_dim / 2)`. The rotated tokens are the last
+                tokens of the sequence.
             attention_mask (`torch.Tensor`, *optional*): Mask from `create_bidirectional_mask` of Transformers, or
                 `(batch, 1, 1, tokens)` floats that are added to the scores.
 
@@ -171,7 +172,7 @@ class SelfAttention(nn.Module):
         implementation = self.config._attn_implementation
         is_bias = isinstance(attention_mask, torch.Tensor) and attention_mask.is_floating_point()
         if is_bias and implementation != "eager":
-            # SDPA adds the bias, because FlashAttention cannot add a bias, and flex attention fails on CPUs.
+            # FlashAttention cannot add a float mask to the scores, and flex attention fails on CPUs.
             implementation = "sdpa"
         if key.shape[0] == 0:
             # Transformers' attention implementations cannot reshape an empty batch, but `eager_attention_forward` can.
@@ -314,8 +315,8 @@ class AttentionPooling(nn.Module):
 class Pooler(nn.Module):
     """Pool the tokens of each image to one embedding, see `pooling` of `SparseFormerBaseConfig`.
 
-    The final norm and attention pooling are arguments of `forward`, because checkpoints store the weights of both
-    outside of the pooler.
+    The final norm and the attention pooling are arguments of `forward`, because checkpoints store the weights of these
+    two modules outside of the pooler.
     """
 
     def __init__(self, config):
@@ -336,7 +337,8 @@ class Pooler(nn.Module):
         Args:
             tokens (`torch.Tensor` of shape `(batch, prefix + latent tokens, hidden_size)`): Output of the last block.
             norm (`nn.Module`): The final norm, applied before or after pooling (`config.final_norm`).
-            attention_pooling (`AttentionPooling`, *optional*): Module for `"attention"` and `"latent_attention"`.
+            attention_pooling (`AttentionPooling`, *optional*):
+                Module that pools the tokens if `config.pooling` is `"attention"` or `"latent_attention"`.
             areas (`torch.Tensor` of shape `(batch, latent tokens)`, *optional*):
                 Weights of latent tokens, 1 on average. Padding has a weight of 0.
 
@@ -491,8 +493,8 @@ class SparseFormerBasePreTrainedModel(HubModel):
         self.config.num_tokens = None if num_tokens is None else check_num_tokens(self.config, num_tokens)
 
     def num_last_queries(self, output_hidden_states: bool | None = None, output_attentions: bool | None = None, **_):
-        """Return how many tokens the last block computes: only the class tokens if no other token is needed, otherwise
-        `None` for all tokens. Arguments are those of `forward`."""
+        """Return the number of class tokens if the last block may compute only the class tokens. Return None if the
+        last block must compute all tokens. Arguments are those of `forward`."""
         config = self.config
         records_states = config.output_hidden_states if output_hidden_states is None else output_hidden_states
         records_attentions = config.output_attentions if output_attentions is None else output_attentions
@@ -558,7 +560,8 @@ class AdaptiveClassifierMixin:
                 Threshold from 0 to 1. An image whose likeliest class has a lower probability is uncertain.
             token_counts (sequence of `int`, *optional*):
                 Numbers of tokens to try, in order. By default the smallest of `config.elastic_token_counts`, then
-                `config.num_tokens` or all tokens. Numbers in between cost more than they save (docs/results.md).
+                `config.num_tokens` or all tokens. A third number between these two costs more than it saves
+                (docs/results.md).
         """
         config = self.config
         if token_counts is None:
@@ -572,7 +575,8 @@ class AdaptiveClassifierMixin:
             raise ValueError("`confidence` is a probability, and a regression has none; choose `num_tokens` instead.")
         inputs = {"pixel_values": pixel_values}
         if hasattr(self.base_model, "stem"):
-            # The features of the stem do not depend on the number of tokens, so they are computed once.
+            # The features of the stem do not depend on the number of tokens, so the stem runs once for all
+            # `token_counts`.
             inputs["features"] = self.base_model.stem(pixel_values)
         unfinished = torch.arange(len(pixel_values), device=pixel_values.device)
         logits = num_tokens = None

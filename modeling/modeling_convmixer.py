@@ -116,8 +116,8 @@ class ConvMixerPreTrainedModel(HubModel):
         positions = torch.randint(size, (len(weight),), device=weight.device)
         filters.view(len(weight), size)[torch.arange(len(weight), device=weight.device), positions] = 3**-0.5
         if self.config.spatial_filters == "signed_impulse":
-            # With random signs, x + BN(filter(x)) can initially be a difference of pixels. Without them, it would
-            # always be a sum.
+            # With random signs, x + BN(filter(x)) can initially be a difference of pixels. Without random signs, it
+            # would always be a sum.
             filters *= 1 - 2 * torch.randint(2, (len(weight), 1, 1, 1), device=weight.device)
         return filters
 

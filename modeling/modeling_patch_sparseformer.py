@@ -101,7 +101,8 @@ class PatchSparseFormerEmbeddings(nn.Module):
             grids = self.config.cell_grids(num_tokens, tuple(pixel_values.shape[-2:]))
         if len(grids) > 1 and min(grids[0]) > 1 and pixel_values.shape[0] > 0:
             return self.embed_chosen_cells(pixel_values, grids)
-        # All images have the cells of one grid if there are no finer cells or no blocks of four cells.
+        # If `grids` has no finer grid, or if `grids[0]` has only one row or column and thus no blocks of four cells,
+        # all images have the cells of `grids[0]`.
         rows, columns = grids[0]
         height, width = self.patch_size
         resized = resize(pixel_values, (rows * height, columns * width))
@@ -221,7 +222,8 @@ class PatchSparseFormerPreTrainedModel(SparseFormerBasePreTrainedModel):
 
     def set_placement(self, placement: str):
         """Set `config.placement` to `"grid"` or `"content"`, in place. `"grid"` removes the weights of the
-        `AttentionForecast`. `"content"` adds new weights if there are none. All other weights stay."""
+        `AttentionForecast`. `"content"` adds an `AttentionForecast` with new weights if the model has none. All other
+        weights stay."""
         embeddings = self.base_model.embeddings
         self.config.placement = placement
         if placement == "grid":

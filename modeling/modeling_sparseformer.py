@@ -170,7 +170,7 @@ class SparseFormerPreTrainedModel(SparseFormerBasePreTrainedModel):
                 paper adds no noise. `results/bootstrap_choices.json` has the gain from noise.
             image_processor (*optional*):
                 The teacher's image processor, from which the student gets size, crop and normalization. Without an
-                image processor, `save_pretrained` writes none.
+                image processor, `save_pretrained` writes no `preprocessor_config.json`.
             fields: Other fields of the configuration, for example `stem_channels=32`.
 
         Raises:
@@ -239,8 +239,8 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
             pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`):
                 Normalized images of at least 4 x 4 pixels.
             num_tokens (`int`, *optional*):
-                Number of latent tokens; the first ones are computed. By default `config.num_tokens`, or all tokens.
-                Numbers other than `config.trained_token_counts` cause one warning.
+                The model computes only the first `num_tokens` latent tokens. By default `config.num_tokens`, or all
+                tokens. Numbers other than `config.trained_token_counts` cause one warning.
             output_rois (`bool`, *optional*, defaults to `False`): Return `rois` and `sampling_points`.
             output_focusing_hidden_states (`bool`, *optional*, defaults to `False`):
                 Return `focusing_hidden_states`.

@@ -68,8 +68,8 @@ class DenseInitializationMixin:
 
 
 class FeatureMapsMixin(DenseInitializationMixin, BackboneMixin):
-    """Mixin for backbones whose feature maps have the teacher's grid, for any number of tokens. These backbones can
-    replace backbones of Transformers, for example a `Dinov2Backbone`.
+    """Mixin for backbones whose feature maps have the teacher's grid. The size of the maps does not depend on the
+    number of tokens. These backbones can replace backbones of Transformers, for example a `Dinov2Backbone`.
 
     Each cell of a feature map has the mean hidden state of the tokens whose RoIs cover it (`assignment_weights`). With
     `upsampler_hidden_size`, convolutions of the image refine the map. A new student with a token for each patch has
@@ -103,14 +103,15 @@ class FeatureMapsMixin(DenseInitializationMixin, BackboneMixin):
             `SparseFormerBackboneOutput` with a feature map for each layer of `out_features`, `(batch, hidden_size,
             height / stride, width / stride)`, rounded down. The stride is `feature_stride`, divided by the layer's
             factor in `feature_scales`. If `reshape_hidden_states` is False, maps are `(batch, 1 + cells,
-            hidden_size)`. The last RoIs assign the tokens of all layers to cells.
+            hidden_size)`. For all layers, tokens are assigned to cells by their RoIs after the last adjustment.
         """
         kwargs |= {"num_tokens": num_tokens, "output_rois": True, "return_dict": True}
         outputs = self.base_model(pixel_values, **kwargs)
         norm = self.base_model.layernorm
         maps, _ = self.feature_maps(outputs.hidden_states, outputs.rois[-1], pixel_values, norm, self.out_features)
         if not self.config.reshape_hidden_states:
-            # Each map becomes a sequence: the layer's [CLS] or, without [CLS], its mean token, and then the cells.
+            # Each map becomes a sequence. The first token is the layer's [CLS] or, if the model has no [CLS], the mean
+            # of the layer's tokens. The cells of the map follow.
             states = [norm(outputs.hidden_states[index]) for index in self.out_indices]
             has_class = self.config.num_class_tokens > 0
             first = [each[:, :1] if has_class else each.mean(dim=1, keepdim=True) for each in states]

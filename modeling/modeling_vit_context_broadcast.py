@@ -49,7 +49,8 @@ class ViTContextBroadcastPreTrainedModel(ViTPreTrainedModel):
         structured = self.config.initialization != "default"
         if isinstance(module, ContextBroadcast):
             module.reset_parameters()
-        # The model is initialized after its submodules, so that this call overwrites their attention weights.
+        # `_init_weights` is called for the submodules before the model, so `start_attention_` overwrites the attention
+        # weights of the submodules.
         elif isinstance(module, ViTContextBroadcastModel) and structured and is_drawn(module):
             start_attention_(parts_of_layers(module, module.embeddings.grid), self.config)
 

@@ -34,7 +34,8 @@ class ViTImpulseInitPreTrainedModel(ViTPreTrainedModel):
         structured = structured or config.initialization_options.get("value_init") == "mimetic"
         if isinstance(module, nn.Linear) and config.initialization == "kaiming_uniform":
             uniform_init_(module)
-        # The model is initialized after its submodules, so that this call overwrites their attention weights.
+        # `_init_weights` is called for the submodules before the model, so `start_attention_` overwrites the attention
+        # weights of the submodules.
         elif isinstance(module, ViTImpulseInitModel) and structured and is_drawn(module):
             start_attention_(parts_of_layers(module, module.embeddings.grid), config, positions="keep")
         else:

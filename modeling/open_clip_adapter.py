@@ -127,8 +127,9 @@ def from_open_clip(clip: nn.Module) -> SparseFormerCLIPModel | SparseFormerSigli
         A `SparseFormerSiglipModel` if `clip` has a `logit_bias`, else a `SparseFormerCLIPModel`.
 
     Raises:
-        ValueError: if `clip.visual` is not an `OpenClipVisual`, if its SparseFormer has a projection in a SigLIP or
-            none in a CLIP, or if the text model differs from the text models of CLIP and SigLIP in Transformers.
+        ValueError: if `clip.visual` is not an `OpenClipVisual`, if the SparseFormer of a SigLIP has a projection, if
+            the SparseFormer of a CLIP has no projection, or if the text model differs from the text models of CLIP and
+            SigLIP in Transformers.
     """
     visual = getattr(clip, "visual", None)
     is_siglip = getattr(clip, "logit_bias", None) is not None
@@ -237,7 +238,8 @@ def to_open_clip(model: SparseFormerCLIPModel | SparseFormerSiglipModel) -> nn.M
         "width": config.hidden_size,
         "heads": config.num_attention_heads,
         "layers": config.num_hidden_layers,
-        # open_clip computes the MLP width as `int(width * mlp_ratio)`. Without 0.5, a rounding error could reduce it.
+        # open_clip computes the MLP width as `int(width * mlp_ratio)`, and `int` rounds down. Because 0.5 is added to
+        # `intermediate_size`, a rounding error in the product cannot reduce the width by 1.
         "mlp_ratio": (config.intermediate_size + 0.5) / config.hidden_size,
         "norm_kwargs": {"eps": config.layer_norm_eps},
         "act_kwargs": {"approximate": "tanh"} if config.hidden_act == "gelu_pytorch_tanh" else None,
@@ -248,7 +250,7 @@ def to_open_clip(model: SparseFormerCLIPModel | SparseFormerSiglipModel) -> nn.M
         text |= {"pool_type": "eos", "eos_id": config.eos_token_id}
     clip = (open_clip.CustomTextCLIP if is_siglip else open_clip.CLIP)(
         embed_dim=config.projection_size if is_siglip else model.config.projection_dim,
-        # This visual tower is small, because `OpenClipVisual` replaces it below.
+        # The visual tower of `vision_cfg` is small, because an `OpenClipVisual` replaces it below.
         vision_cfg={"layers": 1, "width": 64, "head_width": 64, "patch_size": 16, "image_size": 16},
         text_cfg=text,
         quick_gelu=config.hidden_act == "quick_gelu",

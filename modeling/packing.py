@@ -70,7 +70,8 @@ def multiply(input: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | Non
 
 @functools.cache
 def packing_pays(dtype: torch.dtype) -> bool:
-    """Measure, in about 50 ms, whether packed weights make matrix products `MIN_SPEEDUP` times as fast on this CPU."""
+    """Measure, in about 50 ms, whether products with packed weights are more than `MIN_SPEEDUP` times as fast on this
+    CPU as products with unpacked weights."""
     if dtype not in (torch.float32, torch.bfloat16) or not torch.backends.mkldnn.is_available():
         return False
     # Typical sizes: the tokens of one image, and a linear layer of a small model.

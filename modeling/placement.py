@@ -65,8 +65,8 @@ def pick_patches(levels: list[torch.Tensor], patch_size: tuple[int, int], cells:
     for level in levels:
         patches = level.unfold(2, patch_size[0], patch_size[0]).unfold(3, patch_size[1], patch_size[1])
         rows, columns = patches.shape[2:4]
-        # Cells that are not of this level get an arbitrary patch, which `torch.where` discards. Indexing all cells is
-        # faster than cutting all patches of each level.
+        # Cells of other levels than `level` get an arbitrary patch, which `torch.where` discards. Indexing all cells
+        # is faster than cutting all patches of each level.
         index = (cells - first).clamp(0, rows * columns - 1)
         of_level = patches[images, :, index // columns, index % columns].flatten(2)
         picked = of_level if picked is None else torch.where((cells >= first).unsqueeze(-1), of_level, picked)

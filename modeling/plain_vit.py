@@ -104,7 +104,7 @@ def check_grid(config: PreTrainedConfig, grid: tuple[int, int], model_type: str)
 
 
 def set_fields(host_config: PreTrainedConfig, student: PreTrainedModel, grid: tuple[int, int]):
-    """Adapt a host's configuration to a student in place. The patches of the new image size form `grid`."""
+    """Adapt a host's configuration to a student in place. The patches of an image of the new size form `grid`."""
     config = student.config
     patch_size = pair(config.patch_size)
     image_size = (grid[0] * patch_size[0], grid[1] * patch_size[1])
@@ -148,7 +148,7 @@ def build_host(student: PreTrainedModel, config: PreTrainedConfig) -> PreTrained
     for name in ("id2label", "label2id", "problem_type"):
         setattr(config, name, getattr(student.config, name))
     host_class = MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING[type(config)]
-    # For DeiT and others, the mapping has several classes. The first class has a single classifier.
+    # For DeiT and others, `host_class` is a tuple of classes. The first class has a single classifier.
     if isinstance(host_class, tuple):
         host_class = host_class[0]
     return host_class(config)

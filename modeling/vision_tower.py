@@ -304,7 +304,7 @@ def matching_processor(processor: ProcessorMixin, model: PreTrainedModel) -> Pro
         **parts,
         # All images are smaller than this patch size, so that `LlavaProcessor` counts only the additional tokens.
         patch_size=10**6,
-        # With "default", `LlavaProcessor` subtracts one token for [CLS], so one token is added here.
+        # With the strategy "default", `LlavaProcessor` subtracts one token for [CLS], so one token is added here.
         num_additional_image_tokens=config.image_seq_length + (strategy == "default"),
         vision_feature_select_strategy=strategy,
         image_token=processor.image_token,

@@ -150,7 +150,8 @@ class ViTPreTrainedModel(HubModel):
             if module.bias is not None:
                 init.zeros_(module.bias)
         elif isinstance(module, nn.Conv2d):
-            # With a standard deviation of 0.02, embeddings of small patches would be much smaller than the positions.
+            # If the weights had a standard deviation of 0.02, embeddings of small patches would be much smaller than
+            # the position embeddings.
             uniform_init_(module)
         elif isinstance(module, ViTEmbeddings):
             self._init_positions(module)

@@ -242,8 +242,8 @@ class Anatomy:
         classifier (`nn.Linear`, *optional*): Linear map from the embedding to logits.
         labels (`dict`): `id2label`, `label2id` and `problem_type` of the classifier.
         embed (`Callable`, *optional*): Function from images, `(batch, channels, height, width)`, to embeddings,
-            `(batch, embedding_size)`. An embedding is the pooled tokens, or their `projection` in a CLIP model. It is
-            not L2-normalized.
+            `(batch, embedding_size)`. An embedding is the output of `pooling` or, in a CLIP model, the output of
+            `projection` after `pooling`. Embeddings are not L2-normalized.
         run_classifier (`Callable`, *optional*): Function from images to logits.
         unsupported_reason (`str`, *optional*): Reason why the model is not a plain vision transformer.
         unsupported_patches_reason (`str`, *optional*): Reason why `patches` could not be read.

@@ -54,7 +54,8 @@ def _read_with_trunk(model: nn.Module, image_size: tuple[int, int] | None) -> An
 
 
 def _read_head(head: nn.Sequential, classifier: nn.Linear | None) -> Linear | None:
-    """Return the linear layer after pooling, or None. The layer is in `head`, or it is timm's `classifier`."""
+    """Return the linear layer after pooling, or None. The layer is in `head`, or it is `classifier`, the classifier of
+    a timm model."""
     linears = [module for module in head if not isinstance(module, nn.Dropout)]
     if classifier is not None:
         linears.append(classifier)
