@@ -357,7 +357,7 @@ def align(arguments, llava: Path, student: Path, name: str, seed: int) -> Path:
 def swapped_accuracy(
     llava_folder: Path, student: Path, images: datasets.Dataset, match_on: datasets.Dataset | None = None
 ) -> dict[str, float | int]:
-    """Measure a LLaVA's answers after the swap. If `match_on` is given, channels are matched on these images."""
+    """Measure a LLaVA's answers after the swap. If `match_on` is given, `match_channels_` uses these images."""
     llava, old_processor = load_model(llava_folder, "image-text-to-text", "cpu")
     tower, _ = load_model(student, "image-feature-extraction", "cpu")
     model = swap_vision_tower(llava, tower)

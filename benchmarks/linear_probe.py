@@ -60,8 +60,9 @@ class LinearProbe(nn.Module):
 
 
 def fit_probe(features: torch.Tensor, labels: torch.Tensor, seed: int = 0) -> LinearProbe:
-    """Fit a linear probe to all images. The penalty is the strongest of those with the highest accuracy on held-back
-    images. `seed` determines which images are held back."""
+    """Fit a linear probe to all images. The penalty is chosen by the accuracy on held-back images. If several
+    penalties have the highest accuracy, the largest of these penalties is chosen. `seed` determines which images are
+    held back."""
     if len(labels.unique()) < 2:
         raise ValueError(f"All {len(labels)} labeled images are of one class; expected at least two.")
     classes, held_back = int(labels.max()) + 1, choose_held_back(labels, seed)

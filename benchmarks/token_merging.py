@@ -195,8 +195,9 @@ class PooledViT(VisionTransformer):
 class MergedViT(nn.Module):
     """A `PooledViT` whose blocks merge tokens, with the inputs and outputs of a Transformers classifier.
 
-    In training mode, DiffRate masks tokens instead of removing them, because its rates need gradients. It also returns
-    multiply-accumulates. Training mode is therefore on only if `searches` is True. The model has no dropout.
+    In training mode, DiffRate masks tokens instead of removing them, because its rates need gradients. DiffRate
+    then also returns multiply-accumulates. Training mode is therefore on only if `searches` is True. The model has no
+    dropout.
     """
 
     def __init__(self, vit: PooledViT, searches: bool = False):
@@ -223,7 +224,7 @@ def tome(teacher: Anatomy, checkout: str | Path, merged: int, trace_source: bool
     proportional attention is used, also in training. With `trace_source`, ToMe records the patches in each token."""
     vit = as_timm(teacher)
     with peer(checkout, "tome"):
-        # ToMe was written for timm 0.4.12, and ignores newer features of timm's blocks. `vit` does not use them.
+        # ToMe was written for timm 0.4.12. Its blocks ignore newer features of timm, which `vit` does not use.
         importlib.import_module("tome").patch.timm(vit, trace_source=trace_source)
     vit.r = merged
     return MergedViT(vit)

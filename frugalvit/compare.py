@@ -268,7 +268,7 @@ def embed_all(
 
 @torch.inference_mode()
 def is_correct(baseline: Baseline, embeddings: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return for each image the share of its embeddings that are classified correctly, `(images,)` float64."""
+    """Return the share of each image's embeddings that are classified correctly, `(images,)` float64."""
     best = torch.stack([baseline.classifier(draw.to(baseline.device)).argmax(-1).cpu() for draw in embeddings])
     return (best == labels).double().mean(0)
 

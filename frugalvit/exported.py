@@ -244,7 +244,7 @@ def read_report(folder: Path) -> dict:
         # Refuse Transformers' other formats: their programs are pickled, and a pickle can run code.
         if report["format"] not in FORMATS or report["format"] != json.loads(manifest)["export_format"]:
             raise ValueError(f"format {report['format']!r}, expected {' or '.join(FORMATS)} in both files")
-        # Refuse `default_factory`: PyTorch would import a module for it. `\u` escapes could hide this word.
+        # Refuse `default_factory`, for which PyTorch would import a module. `\u` escapes could hide `default_factory`.
         if any(text in manifest for text in ("default_factory", "\\u")):
             raise ValueError(f"{MANIFEST} has more than dicts, lists and tuples of tensors")
         for part in report["parts"].values():

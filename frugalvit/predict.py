@@ -127,7 +127,7 @@ class Prediction:
         num_tokens (`int`, *optional*): Number of latent tokens. Only set if `confidence` is given.
         view (`torch.Tensor` of shape `(channels, height, width)`, *optional*): Input image, with values from 0 to 1.
         rois (`list[torch.Tensor]`): RoIs `(tokens, 4)` after each focusing step.
-        sampling_points (`list[torch.Tensor]`): Sampling points `(tokens, points, 2)` of each sampling, if any.
+        sampling_points (`list[torch.Tensor]`): Sampling points `(tokens, points, 2)` of each sampling step, or empty.
         is_regression (`bool`): Whether the scores are outputs of a regression.
     """
 
