@@ -10,7 +10,7 @@ import types
 
 
 # Test processes run in parallel, so more than one thread in each process would slow down all of them. With one thread,
-# results of different processes are also equal bit by bit. PyTorch reads this variable when it is imported.
+# results of different processes are also equal bit by bit. PyTorch reads OMP_NUM_THREADS when it is imported.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import httpx2
@@ -70,13 +70,13 @@ def pytest_collection():
 
 @pytest.fixture(scope="module", autouse=True)
 def freeze_imported_objects():
-    """Freeze all objects (`gc.freeze`) before each module, so that garbage collections by `Trainer` skip them."""
+    """Freeze all objects (`gc.freeze`) before each test module, because `Trainer` starts garbage collections."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]):
-    """Run long modules first in parallel test processes, so that no process starts a long module near the end."""
+    """Sort tests so that long modules start first, because a long module that starts late delays the end."""
     if hasattr(config, "workerinput"):
         rank = {f"test_{name}": index for index, name in enumerate(LONG_MODULES)}
         items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))

@@ -64,7 +64,7 @@ def test_the_program_lists_all_commands():
 
 
 def test_choices_list_every_defined_name():
-    """Importing modules takes long, so `frugalvit.training.choices` repeats names that they define."""
+    """Importing the modules that define these names takes long, so `frugalvit.training.choices` repeats the names."""
     from frugalvit import PatchSparseFormerConfig
     from frugalvit.configuration import configuration_bootstrapped_vit
     from frugalvit.configuration.configuration_vit_context_broadcast import (

@@ -154,7 +154,8 @@ def test_images_without_a_split_and_models_without_speeds(tmp_path):
 
 @pytest.mark.parametrize("queries", [4, 1024])
 def test_neighbors_are_those_of_the_teacher(queries, monkeypatch):
-    """The embeddings lie on a circle, one degree apart. A rotation by 2.1 degrees changes two of ten neighbors."""
+    """The teacher's embeddings lie on an arc, one degree apart. The model's embeddings are rotated by 2.1 degrees, so
+    two of the ten neighbors of each image change."""
     monkeypatch.setattr(compare, "QUERIES", queries)
     angles = torch.stack([torch.arange(60.0), torch.arange(60.0) + 2.1]).deg2rad()
     teacher, rotated = torch.stack([angles.cos(), angles.sin()], dim=2)

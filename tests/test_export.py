@@ -149,7 +149,7 @@ def test_a_student_is_exported_as_a_model_of_transformers(student, tmp_path, cap
     ],
 )
 def test_a_program_computes_the_logits_of_the_model(arguments, tolerance, write, folder):
-    """For every batch size, logits are equal at float32 and similar at lower precision."""
+    """For every batch size, the program's logits equal the model's at float32, and are similar at lower precision."""
     output = write(*arguments)
     model, _ = load_classifier(folder)
     program, _ = load_classifier(output)

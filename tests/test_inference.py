@@ -58,7 +58,7 @@ def elastic(**fields) -> PatchSparseFormerForImageClassification:
 
 
 def test_embeddings_are_those_of_the_model(images, tmp_path):
-    """A generator may mix paths, bytes, images, records, arrays and tensors. The last batch may be smaller."""
+    """A generator may mix paths, bytes, images, records, arrays and tensors. The last batch may be incomplete."""
     model = SparseFormerForImageClassification.from_pretrained(MODEL).eval()
     expected = extract_features(model, AutoImageProcessor.from_pretrained(MODEL), images)
     images[0].save(tmp_path / "0.png")
@@ -134,7 +134,7 @@ def test_wrong_arguments_are_refused(given, options, message):
 
 
 def test_reading_ahead_keeps_the_order():
-    """Results come in the order of the items. `result()` raises the item's error. Few items are read ahead."""
+    """Results come in the order of the items. `result()` raises the error of `read`. Few items are read ahead."""
     started = []
 
     def read(item: int) -> int:

@@ -84,7 +84,7 @@ def test_shipped_models(name):
     weights = frugalvit.checkpoint_path(name) / "model.safetensors"
     with safe_open(weights, "pt") as file:
         stored = {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118
-    # The file also holds buffers, such as running means and fixed filters. `num_parameters` does not count buffers.
+    # `stored` also contains buffers, such as running means and fixed filters. `num_parameters` counts no buffers.
     others = [key for key in stored if "running" in key or "batches" in key or "spatial_mixing" in key]
     assert row["parameters"] == sum(math.prod(shape) for key, shape in stored.items() if key not in others)
     if "clip" in name or "llava" in name:

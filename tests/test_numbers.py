@@ -40,8 +40,8 @@ def numbers(value: str | float | bool | None) -> list[float]:
 def leaves(file: Path) -> list[tuple[set[str], list[float]]]:
     """Return the address and the numbers of each value of a results file.
 
-    An address has the file's stem, the keys and indices (`rows[0]`) on the way to the value, and the fields beside
-    these keys as `value` and as `key=value`.
+    An address is a set of strings. It contains the file's stem, and the keys and indices (`rows[0]`) that lead to the
+    value. It also contains all numbers and strings of the dicts around the value, as `value` and as `key=value`.
     """
 
     def walk(content, name, address):
@@ -71,10 +71,11 @@ def split_comment(cell: str) -> tuple[str, str]:
 def cells(comment: str, table: str) -> Iterator[tuple[str, str, set[str], list[str], str]]:
     """Yield the column's title, the row's name, the address, the keys and the text of each cell with an address.
 
-    The comment above a table has the results files and, for each column after the first, an address that ends with a
-    key: `student=elastic / accuracy ± spread`. A row's address is the comment in its first cell, or the cell's text.
-    A cell has both addresses. `*` in a column's address stands for the first word of the row's address. A comment in
-    another cell replaces both.
+    The comment above a table lists the results files, and then one address for each column after the first. A column's
+    address ends with its keys: `student=elastic / accuracy ± spread`. A row's address is the comment in the row's
+    first cell, or the text of this cell if there is no comment. A cell's address joins the addresses of its column and
+    its row. `*` in a column's address stands for the first word of the row's address. If a cell after the first has a
+    comment, this comment is the cell's whole address.
     """
     _, *columns = [column.strip() for column in comment.split("|")]
     header, _, *rows = [[cell.strip() for cell in line[1:-1].split("|")] for line in table.splitlines()]
@@ -91,17 +92,17 @@ def cells(comment: str, table: str) -> Iterator[tuple[str, str, set[str], list[s
 
 @pytest.mark.parametrize(("comment", "table"), [table for page in PAGES.values() for table in tables(page)])
 def test_tables_have_the_numbers_at_their_addresses(comment, table):
-    """All values at a cell's address must be the cell's numbers."""
+    """All values of the results files with a cell's address must equal the cell's numbers, up to rounding."""
     files = [file for name in comment.split("|")[0].split() for file in ROOT.glob(name)]
     known = [leaf for file in files for leaf in leaves(file)]
     for title, name, words, keys, text in cells(comment, table):
-        # Numbers in brackets follow from other numbers and are skipped. The unit may be in the column's title.
+        # Numbers in brackets are skipped. The unit may be in the column's title.
         text = re.sub(r"\(.*?\)", "", text)
         unit = re.search(rf"(?:^|\W)({'|'.join(SCALES)})(?!\w)", f"{text} {title}")
         parts = text.split("±")
         assert len(parts) <= len(keys), (name, title, text)
         for key, part in zip(keys, parts, strict=False):
-            # A key may end with its unit, as in `memory_mb`.
+            # A value whose key ends with the unit, as in `memory_mb`, already has this unit.
             scale = SCALES[unit[1]] if unit and not key.endswith(f"_{unit[1].lower()}") else 1
             found = [values for address, values in known if words | {key} <= address]
             assert found, (name, title, words, key)
@@ -152,7 +153,7 @@ class Section:
         elif unit.startswith("point"):
             pairs = [(number(a), number(b)) for (a, of_a), (b, of_b) in self.pairs if of_a == of_b == "%"]
             found = [abs(a - b) for a, b in pairs]
-            # Both numbers were rounded, so the tolerance of their difference is twice as large.
+            # Both numbers of a pair were rounded, so their difference may have twice the rounding error of one number.
             digit *= 2
         elif unit == "%" and f"{text} % of the" in sentence:
             found = self.known + [100 * a / b for a, b in pairs if b]
@@ -168,7 +169,8 @@ def number(text: str) -> float:
 
 
 def is_quoted(text: str, unit: str) -> bool:
-    """Return whether a paper's table has this percentage, or has two numbers that differ by this many points."""
+    """If the unit is a percentage, return whether a paper's table has this number. If the unit is points, return
+    whether two numbers of such a table differ by this number."""
     within = 0.51 * 10 ** -len(text.partition(".")[2])
     for table in QUOTED:
         found = [abs(a - b) for a, b in itertools.combinations(table, 2)] if unit.startswith("point") else table
@@ -194,7 +196,7 @@ def printed(title: str, cell: str) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("name", "page"), [*PAGES.items(), *CARDS.items()], ids=[*PAGES, *CARDS])
 def test_numbers_in_running_text_follow_from_the_results(name, page):
-    """In a sentence that mentions a paper, a number may also be quoted from the paper."""
+    """A number may also come from a paper if its sentence mentions a paper."""
     page = re.sub(r"\A---\n.*?^---$", "", page, flags=re.MULTILINE | re.DOTALL)
     # Pages are split into sections. A model card is one section.
     for text in re.split(r"^(?=#)", page, flags=re.MULTILINE) if name in PAGES else [page]:

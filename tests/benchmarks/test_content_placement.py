@@ -14,7 +14,7 @@ def test_a_margin_is_the_price_of_an_exchange(grid):
     rows, columns = grid
     generator = torch.Generator().manual_seed(0)
     scores = [torch.rand(9, *shape, generator=generator) for shape in ((rows // 2, columns // 2), grid)]
-    # The scores of the first image are zero. Zero times an infinite margin must not give NaN.
+    # The coarse scores of the first image are 0. Their product with an infinite margin must not be NaN.
     scores[0][0] = 0
     exchanged = []
     for margin in (1.0, 2.0, math.inf):

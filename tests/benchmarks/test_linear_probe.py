@@ -7,7 +7,7 @@ import linear_probe
 
 
 def test_linear_probe_is_the_minimum():
-    """The gradient of the loss is zero at the fitted weights. Scaling the features does not change the logits."""
+    """The loss has zero gradient at the fitted weights. A probe of scaled features gives equal logits."""
     generator, penalty = torch.Generator().manual_seed(0), 0.01
     labels = torch.randint(3, (60,), generator=generator)
     features = torch.randn(60, 8, generator=generator) + torch.eye(3, 8)[labels]

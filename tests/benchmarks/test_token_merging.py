@@ -38,7 +38,7 @@ def tiny_dinov2(model_class=Dinov2ForImageClassification):
 
 @pytest.mark.parametrize("size", [(28, 28), (42, 70), (56, 56)])
 def test_timm_copy_of_dinov2_gives_its_logits(size, checkout):
-    """The DINOv2 has layer scale. Images of other sizes than 56 x 56 pixels need interpolated position embeddings."""
+    """The DINOv2 has layer scale. If images do not have 56 x 56 pixels, position embeddings are interpolated."""
     teacher, pixel_values = tiny_dinov2(), torch.randn(2, 3, *size)
     anatomy = read_anatomy(teacher, size)
     model = token_merging.tome(anatomy, checkout, 8)

@@ -47,7 +47,7 @@ STUDENT = {"stem_channels": 8, "num_sampling_points": 4, "num_mixed_points": 4, 
 
 @pytest.fixture(scope="module")
 def save(tmp_path_factory):
-    """Return a function that saves a model with random weights, and its processor."""
+    """Return a function that gives a model random weights, and saves the model and its processor."""
     root = tmp_path_factory.mktemp("models")
 
     def write(name, model, processor=None):
@@ -75,7 +75,7 @@ def student_folder(clip_folder, save):
 
 @pytest.fixture(scope="module")
 def siglip_folder(save):
-    """Save a SigLIP. Like SigLIP 2's tokenizer, its tokenizer lowercases texts and gives no attention mask."""
+    """Save a SigLIP whose tokenizer, like SigLIP 2's, lowercases texts and returns no attention mask."""
     text = TOWER | {"vocab_size": 40, "max_position_embeddings": 24, "pad_token_id": 0}
     text |= {"bos_token_id": None, "eos_token_id": None}
     vision = {**TOWER, "image_size": 32, "patch_size": 8}

@@ -68,7 +68,7 @@ def test_neighbors_equal_brute_force(tmp_path):
 
 
 def test_neighbors_weigh_by_similarity():
-    """One near neighbor has more weight than two neighbors that are less similar."""
+    """One neighbor that is near the query has more weight than two neighbors that are farther from it."""
     known, labels = torch.tensor([[1.0, 0.0], [0.6, 0.8], [0.6, 0.8]]), torch.tensor([0, 1, 1])
     queries = torch.tensor([[2.0, 0.1], [1.2, 1.6]])
     scores = neighbor_scores(known, labels, queries, 3)

@@ -13,7 +13,7 @@ class Kind:
 
     Attributes:
         config_class (`type`): Configuration class.
-        variant (`str`, *optional*): Variant of the paper from which the tiny configuration starts.
+        variant (`str`, *optional*): Name of the variant whose fields the tiny configuration starts with.
         fields (`dict`): Fields that replace the variant's fields to make models small.
         classes (`tuple`): Model classes: first the base model, then the classifier, then other classes.
         any_size (`bool`): Whether one exported program accepts images of any size.
@@ -26,7 +26,7 @@ class Kind:
     any_size: bool = True
 
     def config(self, model_class: type[PreTrainedModel] | None = None, **fields) -> PreTrainedConfig:
-        """Return a tiny configuration that has `fields`. The default model class is the base model."""
+        """Return the tiny configuration of `model_class` (default: the base model) with changed `fields`."""
         config_class = (model_class or self.base).config_class
         fields = self.fields | fields
         if config_class.model_type.endswith("_projection"):

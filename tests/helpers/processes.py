@@ -26,7 +26,8 @@ def run_without_frugalvit(directory: Path, *arguments):
 
 
 def compute_without_frugalvit(directory: Path, folder: Path | str, loader: str, inputs: dict) -> list:
-    """Return the logits of a model loaded from `folder` and of its saved copy. Check that both have the same code."""
+    """Load a model from `folder` without frugalvit, save it, and load the saved copy. Return the logits of both. If
+    `folder` is a path, check that both folders contain the same code."""
     save_file(inputs, directory / "inputs")
     run_without_frugalvit(directory, "compute", folder, loader, directory / "inputs", directory / "outputs")
     if isinstance(folder, Path):
@@ -57,7 +58,7 @@ def run_in_server(command: list[str], cwd: str, **_) -> subprocess.CompletedProc
 
 @contextmanager
 def web_server(command: list[str], home: Path, environment: dict[str, str]):
-    """Start a web server in the directory `home`, yield its printed address, and finally terminate the server."""
+    """Start a web server in `home`. Yield the address that the server prints. Finally, terminate the server."""
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     environment = environment | {"PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(command, **streams, cwd=home, env=environment) as process:

@@ -28,8 +28,9 @@ def make(command: str, output_dir, **options):
 
 
 def check_defaults(command: str, output_dir, make_in_python, **options):
-    """Check that the trainer `make_in_python(trainer, args)` has the same arguments as the command's trainer."""
-    # None removes an option of `SHORT`, so that its default value is compared.
+    """Check that a trainer made in Python has the same arguments as the command's trainer. `make_in_python` makes this
+    trainer from the command's trainer and arguments."""
+    # None removes an option of `SHORT` from the command, so that this option has its default value.
     options = dict.fromkeys(("num_train_epochs", "per_device_train_batch_size", "logging_steps")) | options
     own = make(command, output_dir, **options)
     _, (*_, args) = parse(command, output_dir, **options)
@@ -55,7 +56,8 @@ def records(trainer) -> list[dict]:
 
 
 def check_resumes(command: str, folder, step: int, **options):
-    """Check that a run that is interrupted and resumed has the same weights and log as an uninterrupted run."""
+    """Check that an interrupted and resumed run has the same weights and log as an uninterrupted run. The interruption
+    is during step `step`."""
     whole = run_command(command, folder / "whole", **options)
     stopped = make(command, folder / "again", **options)
     assert step % (stopped.num_examples(stopped.get_train_dataloader()) // stopped.args.train_batch_size)

@@ -68,7 +68,7 @@ def save_vit(folder: Path, **fields) -> Path:
     return folder
 
 
-# Vocabulary, image token and vision tower of a small LLaVA.
+# Vocabulary of a small LLaVA, id of its image token, and fields of its vision tower's configuration.
 WORDS = ["[PAD]", "[UNK]", "what", "is", "this", "and", "?", "cat", "dog", "ship", "<image>"]
 IMAGE = WORDS.index("<image>")
 VISION = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 4}
@@ -139,7 +139,7 @@ def make_paligemma_processor() -> PaliGemmaProcessor:
 
 
 def save_to_swap(folder: Path, model, **fields) -> list[str]:
-    """Save a LLaVA or PaliGemma with its processor, and a SparseFormer. Return the options that name both models."""
+    """Save a LLaVA or PaliGemma with its processor, and a SparseFormer. Return options that name the saved models."""
     processor = make_processor(model) if model.config.model_type == "llava" else make_paligemma_processor()
     for part in (model, processor):
         part.save_pretrained(folder / model.config.model_type)

@@ -33,7 +33,7 @@ SIZES = {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
 IMAGES = {"image_size": 32, "patch_size": 4}
 NAFLEX = {"num_patches": 64, "patch_size": 4}
 TEXT = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-# Fields of SigLIP's text model, which is as wide as its vision model.
+# Fields of SigLIP's text model. The text model must be as wide as the vision model.
 WIDE = {"hidden_size": 48, "projection_size": 48}
 SIZES_OF_TIMM = {"img_size": 32, "patch_size": 4, "embed_dim": 48, "depth": 3, "num_heads": 4, "num_classes": 5}
 
@@ -83,7 +83,7 @@ def of_open_clip(trunk: str | None = None, **fields) -> Callable[[], nn.Module]:
 
 
 def small_trunk(name: str) -> str:
-    """Register a small version of a timm architecture and return its name. open_clip finds timm models by name."""
+    """Register a small version of a timm architecture for open_clip, and return the name of this version."""
 
     def create(pretrained=False, **arguments):
         return timm.create_model(name, **SIZES_OF_TIMM | arguments)

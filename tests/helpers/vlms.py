@@ -1,4 +1,4 @@
-"""Tiny VLMs with random weights. Their vision towers must return a grid of features."""
+"""Tiny VLMs with random weights. These VLMs need a vision tower that returns a grid of features."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,7 +32,7 @@ class VLM:
     Args:
         name (`str`): Prefix of the VLM's class names in Transformers.
         text (`PreTrainedConfig`): Configuration of the language model.
-        fields (`dict`): Other fields of the configuration.
+        fields (`dict`): Other fields of the VLM's configuration.
         processor (`dict`): Arguments of the processor.
         pixels (`dict`): Arguments of the image processor.
         prompt (`str`): Placeholder for an image in texts.

@@ -50,7 +50,7 @@ def make_model():
 
 @pytest.fixture(params=list(KINDS))
 def kind(request) -> str:
-    """Return the name of each kind in turn. A test for only some kinds parametrizes `kind` itself."""
+    """Return the name of each kind in turn. A test of selected kinds parametrizes `kind` itself."""
     return request.param
 
 

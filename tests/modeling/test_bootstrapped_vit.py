@@ -83,7 +83,7 @@ class TestLoss:
         torch.testing.assert_close(outputs.loss, total.float())
 
     def test_each_term_trains_one_model(self, make_model, images):
-        """Each loss term trains one model only. The hint loss and the ViT's divergence do not train the agent."""
+        """Each loss term trains either the ViT or the agent. The hint loss trains the ViT."""
         vit_terms = {"classification", "divergence", "hints"}
         agent_terms = {"agent_classification", "agent_divergence"}
         model = make_model()
@@ -144,7 +144,7 @@ class TestSharing:
         ],
     )
     def test_dropout_of_the_reference(self, variant, dropout, branch_dropout):
-        """The reference implementation's agents with shared weights have the ViT's dropout in residual branches."""
+        """As in the reference implementation, agents that share weights have the ViT's dropout in branches."""
         agent = BootstrappedViTConfig.from_variant(variant).agent_config
         assert (agent.dropout, agent.branch_dropout) == (dropout, branch_dropout)
 

@@ -56,7 +56,7 @@ def make_teacher(name: str) -> CLIPModel | SiglipModel:
 
 
 class Towers:
-    """A CLIP or SigLIP (`teacher`), and its copy with a SparseFormer as vision model (`model`, saved in `folder`)."""
+    """`teacher` is a CLIP or SigLIP. `model`, saved in `folder`, has a SparseFormer as vision model."""
 
     def __init__(self, name: str, folder):
         self.name, self.folder = name, folder

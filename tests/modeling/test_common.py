@@ -83,7 +83,7 @@ class CommonTests(common.ModelTesterMixin):
     # Vision models have no token embeddings.
     test_resize_embeddings = False
     test_can_init_all_missing_weights_before_2023 = True
-    # Transformers' tables of class names by task. The common tests choose inputs and skip checks by these tables.
+    # Transformers' tables of class names by task. Common tests read these tables to choose inputs and skip checks.
     tables: dict[str, str | tuple[str, ...]] = {}
 
     def setUp(self):
@@ -99,7 +99,7 @@ class CommonTests(common.ModelTesterMixin):
             self.addCleanup(patch.stop)
 
     def subTest(self, *_, **__):
-        # Reporting thousands of subtests takes longer than running them.
+        # There are thousands of subtests, and reporting them takes longer than running them. So they are not reported.
         return contextlib.nullcontext()
 
 
@@ -157,7 +157,7 @@ class FamilyTests(ImageTests):
 
     @property
     def all_model_classes(self):
-        # `BackboneCommonTest` tests backbones.
+        # Backbones are left out, because `BackboneCommonTest` tests them.
         classes = [each for each in KINDS[self.kind].classes if not issubclass(each, BackboneMixin)]
         classes = classes if self.every_class else classes[1:2]
         return tuple(each for each in classes if each.config_class is self.config_class)
@@ -200,7 +200,7 @@ class PatchesCommonTest(FamilyTests, unittest.TestCase):
 class V1CommonTest(FamilyTests, unittest.TestCase):
     kind = "v1"
     every_class = True
-    # The paper's segmentation head has a fixed width, so the model has more parameters than this test allows.
+    # The paper's segmentation head has a fixed width. So the model is larger than `test_model_is_small` allows.
     test_model_is_small = None
 
 
@@ -254,7 +254,7 @@ class ConvMixerCommonTest(FamilyTests, unittest.TestCase):
             shapes = [tuple(states.shape) for states in outputs.hidden_states]
             self.assertEqual(shapes, [(3, config.hidden_size, 8, 8)] * 3)
 
-    # This test expects equal buffers after two initializations, but frozen filters are random buffers.
+    # `test_init_weights_can_init_buffers` initializes twice and expects equal buffers. Frozen filters are random.
     test_init_weights_can_init_buffers = None
 
 

@@ -51,8 +51,8 @@ def wrapped_timm() -> transformers.TimmWrapperForImageClassification:
     return transformers.TimmWrapperForImageClassification(config)
 
 
-# Each value has a function that builds the host model, and the model's number of blocks. `test_hosts.py` has more
-# host models.
+# Each value contains a function that builds a host model, and the host model's number of blocks. `test_hosts.py` has
+# more host models.
 HOSTS = {
     "ViT": (lambda: make_transformers("ViT", SMALL), 2),
     "Swin": (lambda: make_transformers("Swin", SWIN), 3),
@@ -152,7 +152,7 @@ def test_insertion_equals_wrapping_every_mlp(host):
     assert (broadcast - before).abs().max() > 1e-3
 
 
-# Swin differs from the ViTs: its attention returns windows.
+# Swin's attention returns windows of tokens. The attention of both ViTs returns all tokens of an image together.
 @pytest.mark.parametrize("host", ["ViT", "Swin", "timm ViT"])
 def test_positions_and_copies(host):
     model, outputs = make(host), {}

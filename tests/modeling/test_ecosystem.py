@@ -10,7 +10,7 @@ from kinds import KINDS
 
 
 def nightly_but(*kinds: str, of=tuple(KINDS)):
-    """Parametrize `kind`. Tests of `kinds` always run. Tests of all other names in `of` are nightly."""
+    """Parametrize a test's argument `kind` with all names in `of`. Names outside `kinds` are tested only nightly."""
     others = [pytest.param(kind, marks=pytest.mark.nightly) for kind in of if kind not in kinds]
     return pytest.mark.parametrize("kind", [*kinds, *others])
 
@@ -55,7 +55,8 @@ def test_lora(kind, make_model, cifar10, pixel_values, tmp_path):
     tuned.eval().save_pretrained(tmp_path / "adapter")
     base = KINDS[kind].classifier.from_pretrained(tmp_path / "base")
     loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
-    # The order of summation depends on the weights' memory addresses, so results differ by rounding errors.
+    # Weights of `loaded` and `tuned` are equal but have different memory addresses. The order of summation depends on
+    # the addresses, so the logits differ by rounding errors.
     torch.testing.assert_close(loaded(pixel_values).logits, tuned(pixel_values).logits, rtol=0, atol=1e-6)
     merged = loaded.merge_and_unload()
     torch.testing.assert_close(merged(pixel_values).logits, tuned(pixel_values).logits, atol=1e-4, rtol=1e-4)
@@ -67,7 +68,8 @@ def test_lora(kind, make_model, cifar10, pixel_values, tmp_path):
 class TestCompilationAndExport:
     @pytest.fixture
     def classifier(self, kind, make_model, request) -> transformers.PreTrainedModel:
-        """Return a tiny classifier. It has one layer for export, because export takes time for each layer."""
+        """Return a tiny classifier with one layer, because export takes time for each layer. The test of graph breaks
+        gets two layers."""
         fewer = {"num_focusing_iterations": 2} if kind in ("bootstrapped", "patches", "v1") else {}
         layers = 2 if request.function.__name__ == "test_compile_without_graph_breaks" else 1
         return make_model("classifier", kind, num_hidden_layers=layers, **fewer)
@@ -75,8 +77,8 @@ class TestCompilationAndExport:
     @torch.no_grad()
     @nightly_but("bootstrapped", "content", "agent_cnn")
     def test_compile_without_graph_breaks(self, kind, classifier, pixel_values):
-        # In the first call with hidden states, Transformers uses a lock, which cannot be compiled. So this call is not
-        # compiled.
+        # Transformers uses a lock in a model's first call with hidden states, and a lock cannot be compiled. So the
+        # model is called once before it is compiled.
         arguments = {"output_hidden_states": True}
         if kind in ("bootstrapped", "v1"):
             arguments["output_rois"] = True

@@ -119,7 +119,7 @@ DEGENERATE_ROIS = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_degenerate_rois_and_deltas_are_finite(case, dtype):
-    """Outputs and gradients are finite for degenerate initial RoIs, and for RoI adjustments with weights +-10,000."""
+    """Outputs and gradients are finite for degenerate initial RoIs, and for weights of +-10,000 in RoI adjustments."""
     folder, reference = case
     for roi, delta in [*((roi, None) for roi in DEGENERATE_ROIS.values()), (None, -1e4), (None, 1e4)]:
         model = load(folder, dtype=dtype).train()
@@ -210,7 +210,7 @@ class TestGeometry:
                 expected += [math.cos(coordinate * frequency) for frequency in frequencies[1::2]]
             else:
                 expected += [each(coordinate * f) for f in frequencies for each in (math.sin, math.cos)]
-        # Angles reach 128 * 3 pi. At this size, float32 has a precision of 1e-4.
+        # Angles reach 128 * 3 pi. For angles of this size, the rounding error of float32 is about 1e-4.
         encoded = encode_rois(rois, hidden_size, kind)
         torch.testing.assert_close(encoded, torch.tensor(expected).view(1, 2, hidden_size), atol=5e-4, rtol=0)
 

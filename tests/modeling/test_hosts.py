@@ -90,7 +90,7 @@ def difference_from(anatomy, outputs, images: torch.Tensor) -> float:
 
 @torch.no_grad()
 def parity(anatomy) -> float:
-    """Return the relative difference between a teacher and its student with one token per patch."""
+    """Return the relative difference between the outputs of a teacher and of its student with one token per patch."""
     images = make_example(anatomy)
     return difference_from(anatomy, inherit(anatomy)(images), images)
 

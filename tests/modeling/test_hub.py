@@ -48,7 +48,7 @@ def code_of(folder: Path) -> dict[str, bytes]:
 
 
 def folder_name(kind: str, model_class=None) -> str:
-    """Return the folder name of a saved model. The default class is the classifier of the kind."""
+    """Return the folder name of a saved model. `model_class` is the kind's classifier by default."""
     return f"{kind}-{(model_class or KINDS[kind].classifier).__name__}"
 
 
@@ -56,7 +56,7 @@ def auto_class(model_class) -> str:
     return next((TASKS[task] for task in TASKS if model_class.__name__.endswith(task)), "AutoModel")
 
 
-# Loading is slow, so tests load only the classifiers of all kinds, and more classes of two kinds.
+# Loading is slow, so tests load the classifier of each kind, and other classes only for two kinds.
 FEW = [(kind, KINDS[kind].classifier, "AutoModelForImageClassification") for kind in KINDS]
 FEW += [(kind, each, auto_class(each)) for kind in ("bootstrapped", "patches") for each in KINDS[kind].classes[3:]]
 

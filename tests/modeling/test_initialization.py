@@ -51,7 +51,8 @@ def test_mimetic_initialization_puts_the_identity_into_attention():
     with torch.no_grad():
         queries_keys = attention.q_proj.weight.T @ attention.k_proj.weight
         values_outputs = attention.v_proj.weight.T @ attention.o_proj.weight.T
-    # The products of weights are 0.7 I + 0.7 Z and -0.4 I + 0.4 Z, where Z is random with mean 0 and variance 1 / 96.
+    # `queries_keys` is about 0.7 I + 0.7 Z, and `values_outputs` is about -0.4 I + 0.4 Z. The elements of Z are random
+    # with mean 0 and variance 1 / 96.
     assert queries_keys.diagonal().mean().item() == pytest.approx(0.7, abs=0.05)
     assert values_outputs.diagonal().mean().item() == pytest.approx(-0.4, abs=0.05)
     off_diagonal = queries_keys - queries_keys.diagonal().diag()
@@ -142,7 +143,8 @@ def test_adam_does_what_the_algorithm_says():
 
 def test_bounded_adam_averages_over_heads_and_keeps_lengths():
     """With `renormalize_every`, `solve_adam` takes the same steps as the authors' code."""
-    # Small inputs give gradients near Adam's epsilon. There, a mean and a sum over heads give different steps.
+    # Small inputs give gradients as small as Adam's epsilon. With such gradients, a loss that averages over heads and
+    # a loss that sums over heads give different steps.
     inputs = 0.01 * encoding(3, 4, 16)
     targets = torch.stack([impulse_matrix(3, 4, offset) for offset in ((0, 1), (1, 0))])
     found = solve_adam(inputs, targets, 8, steps=4, learning_rate=0.01, generator=seeded(), renormalize_every=2)

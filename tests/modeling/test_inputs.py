@@ -14,7 +14,7 @@ SPARSEFORMERS = ["bootstrapped", "patches", "content", "v1"]
 
 @pytest.mark.parametrize("name", list(KINDS))
 def test_float64_stays_float64(name, monkeypatch):
-    """The directional derivative of the loss equals a finite difference, with the precision of float64."""
+    """The directional derivative of the loss equals a finite difference, up to a tolerance that needs float64."""
     kind = KINDS[name]
     torch.manual_seed(0)
     config = kind.config()
@@ -92,7 +92,7 @@ def test_a_tensor_of_counts_has_one_integer_for_each_image(num_tokens, make_mode
         model(pixel_values, num_tokens=num_tokens)
     with pytest.raises(ValueError, match=r"`num_tokens` is 7, expected 1 to 6"):
         model(pixel_values, num_tokens=torch.tensor([4, 7]))
-    # The papers' SparseFormer accepts only one integer for all images.
+    # The papers' SparseFormer accepts `num_tokens` only as one integer for all images.
     with pytest.raises(ValueError, match=r"(?s)`num_tokens` is tensor.* expected 1 to 5"):
         make_model("classifier", "bootstrapped")(pixel_values, num_tokens=num_tokens)
 

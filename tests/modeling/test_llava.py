@@ -47,7 +47,7 @@ def test_the_language_model_reads_the_sparseformers_tokens():
     assert torch.equal(model(input_ids=text).logits, before)
     pixel_values = torch.randn(2, 3, 32, 32)
     features = model.get_image_features(pixel_values).pooler_output
-    # LLaVA uses the second-to-last hidden state, the input of the last block, without [CLS].
+    # LLaVA leaves out [CLS]. It uses the second-to-last hidden state, which is the input of the last block.
     states = tower(pixel_values, output_hidden_states=True).hidden_states[-2][:, 1:]
     torch.testing.assert_close(torch.stack(list(features)), model.model.multi_modal_projector(states))
     assert model.config.image_seq_length == 7

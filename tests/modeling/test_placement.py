@@ -62,7 +62,7 @@ def test_cells_tile_the_image_and_blocks_with_the_highest_scores_are_split(grid,
     shapes = [(grid[0] // 2, grid[1] // 2), *finer(grid, levels)]
     split_scores = [torch.rand(3, *shape, generator=generator) for shape in shapes[:-1]]
     if ties:
-        # Only the scores 0, 1 and 2 remain if `ties` is 1, else only the score 0. So blocks have equal scores.
+        # Rounding down makes scores of blocks equal: the scores become 0, 1 or 2 if `ties` is 1, and 0 otherwise.
         split_scores = [(scores * (3 if ties == 1 else 0)).floor() for scores in split_scores]
     cells = choose_cells(split_scores, grid)
     assert cells.shape == (3, math.prod(grid)) and (cells.diff(dim=1) > 0).all()
@@ -184,7 +184,8 @@ def test_a_token_of_three_times_the_area_counts_as_three_tokens_in_pooling(pooli
     areas = torch.tensor([[1.0, 1.0, 1.0, 3.0]]).expand(2, -1) * 4 / 6
     pooled = pooler(tokens, norm, head, areas)
     torch.testing.assert_close(pooled, pooler(several, norm, head))
-    # FlashAttention cannot add a mask with the areas to attention scores, so pooling uses another implementation.
+    # Pooling adds the logarithms of areas to attention scores by a mask. FlashAttention accepts no such mask, so
+    # pooling uses another implementation.
     config._attn_implementation = "flash_attention_2"
     torch.testing.assert_close(pooler(tokens, norm, head, areas), pooled)
 

@@ -32,7 +32,7 @@ class TestAttention:
         config = classifier.config
         focusing = (2, config.focusing_num_attention_heads, 5, 32 // config.focusing_num_attention_heads)
         encoder = (2, config.num_attention_heads, 5 + config.num_class_tokens, 64 // config.num_attention_heads)
-        # v1's first attention precedes sampling, so it is computed once for all images.
+        # v1's first attention precedes sampling, so it is computed once for all images of a batch.
         first = (1, *focusing[1:]) if config.generation == "v1" else focusing
         # A classifier that pools [CLS] needs no other token, so [CLS] is the only query of the last block.
         last = (*encoder[:2], 1, encoder[3]) if config.pooling == "cls" else encoder
@@ -101,7 +101,7 @@ class TestClsAlone:
 
 
 def test_points_that_are_nan_give_nan_and_a_safe_backward_pass():
-    """`grid_sample` gets no NaN, because its backward pass on CPUs would write outside the map."""
+    """`grid_sample` must get no NaN. With NaN, its backward pass on CPUs would write outside the feature map."""
     features = torch.randn(2, 3, 8, 8, requires_grad=True)
     points = torch.rand(2, 5, 4, 2)
     points[0, 1, 2, 0] = points[1, 4, 3] = torch.nan
@@ -113,7 +113,7 @@ def test_points_that_are_nan_give_nan_and_a_safe_backward_pass():
 
 
 def test_gradients_of_a_batch_are_the_sum_of_its_images(generation, make_model, pixel_values):
-    """Gradients add up, although v1 computes its first attention once and clips each image's gradients."""
+    """v1 computes its first attention once for a batch, but clips gradients of points for each image separately."""
     model = make_model(SparseFormerModel, generation, drop_path_rate=0.0).train()
 
     def gradients(images):

@@ -69,7 +69,7 @@ class TestInitialization:
         for loaded in (
             ViTImpulseInitForImageClassification.from_pretrained(tmp_path),
             transformers.AutoModelForImageClassification.from_pretrained(tmp_path),
-            # With another number of labels, only the classifier is initialized, not the attention.
+            # The saved model has 3 labels. Loading it with 7 labels initializes the classifier, but not the attention.
             ViTImpulseInitForImageClassification.from_pretrained(tmp_path, num_labels=7, ignore_mismatched_sizes=True),
             transformers.AutoModel.from_pretrained(tmp_path),
         ):

@@ -96,7 +96,7 @@ def test_the_middle_is_tuned_and_the_end_stays(first, teacher):
 
 @pytest.fixture
 def make(teacher, images, tmp_path):
-    """Return a function that makes a trainer of a given or a new student, for two epochs of two steps."""
+    """Return a function that makes a trainer for two epochs of two steps, by default with a new student."""
 
     def make(student=None, **options):
         model = AutoModelForImageClassification.from_pretrained(teacher)
@@ -300,7 +300,7 @@ def test_maps_are_aligned_and_upsamplers_learn(teacher, tmp_path):
 
 
 def test_one_student_for_several_counts_of_tokens(teacher, tmp_path):
-    """The alignment with the teacher grows during the training for each number of tokens."""
+    """During the training, the alignment with the teacher grows for each number of tokens."""
     counts, options = [4, 6, 9, 16], INHERITED | {"learning_rate": 5e-3, "inherited_lr_factor": 1, "teacher": teacher}
     options |= {"num_tokens": [16, 4, 9, 6], "num_train_epochs": 3}
     own = run(tmp_path / "out", **options)

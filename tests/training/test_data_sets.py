@@ -81,7 +81,8 @@ def test_splits_of_folders_are_found_or_held_back(layout, sizes, split, names, t
 
 
 def write(folder, files):
-    """Write a list of files: `NAME` (an image), `NAME>TARGET` (a link), `NAME.parquet` or `NAME.zip=IMAGE,IMAGE`."""
+    """Write the files of a list. `NAME` is an image, `NAME>TARGET` is a link, `NAME.parquet` is a table of images, and
+    `NAME.zip=IMAGE,IMAGE` is an archive of images."""
     for name in files.split():
         path, _, target = name.partition(">")
         path, _, packed = path.partition("=")

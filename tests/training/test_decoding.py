@@ -98,7 +98,7 @@ def test_postscript_never_reaches_another_program(tmp_path, monkeypatch):
 
 @pytest.fixture
 def damaged(tmp_path) -> datasets.Dataset:
-    """Write six image files. A truncated JPEG, a truncated PNG and a text file cannot be read."""
+    """Write six files. Three of them cannot be read as images: a truncated JPEG, a truncated PNG and a text file."""
     noise = np.random.default_rng(0).integers(256, size=(64, 64, 3), dtype=np.uint8)
     for name in ("a.jpg", "cut.jpg", "b.png", "cut.png", "text.png", "c.jpg"):
         Image.fromarray(noise).save(file := tmp_path / name)

@@ -82,7 +82,7 @@ def test_python_and_command_have_the_same_defaults(tmp_path):
 
 
 def test_a_stopped_run_continues(recorded_hints, tmp_path):
-    """The weight of the hint loss decays linearly to 0. A run that continues starts from the weight at the stop."""
+    """The weight of the hint loss decays linearly to 0. A continued run continues this decay."""
     check_resumes("joint", tmp_path, 5, **SMALL)
     shares = [share for share, _ in recorded_hints[True]]
     assert shares[:8] == [1 - step / 8 for step in range(8)] and shares[-2:] == shares[6:8]
@@ -90,7 +90,7 @@ def test_a_stopped_run_continues(recorded_hints, tmp_path):
 
 
 def test_the_vits_gradient_alone_is_clipped(tmp_path):
-    """At a learning rate of 1, a step of SGD is as long as the gradient. Only the ViT's gradient is clipped."""
+    """With SGD at a learning rate of 1, weights change by their gradient. Only the ViT's gradient is clipped."""
     lengths = {}
     for norm in (0, 1e-3):
         options = {"learning_rate": 1.0, "weight_decay": 0, "lr_scheduler_type": "constant", "optim": "sgd"}

@@ -180,14 +180,14 @@ PROCESSORS = {
     "factor": (transformers.ViTImageProcessor(size=square(64), rescale_factor=1 / 127.5, image_mean=[1.0] * 3), 0),
     "no factor": (transformers.ViTImageProcessor(size=square(64), do_rescale=False, image_mean=[120.0, 110, 90]), 0),
     "padded": (transformers.CLIPImageProcessor(size={"shortest_edge": 56}, crop_size=square(64)), 0),
-    # For these processors, `EvalView` gives equal pixels only if images are square.
+    # For these processors, `EvalView` gives the same pixels as the processor only if images are square.
     "DeiT": (transformers.DeiTImageProcessor(size=square(72), crop_size=square(64)), 0),
     "NaFlex": (transformers.Siglip2ImageProcessor(patch_size=8, max_num_patches=70), 0),
 }
 
 
 def assert_prepared_alike(processor, image: Image.Image, levels: float = 0):
-    """Check that `EvalView` and the image processor give equal pixels, up to `levels` of 255 color levels."""
+    """Check that pixels of `EvalView` and of the image processor differ by at most `levels` of 255 color levels."""
     image_format = ImageFormat.from_processor(processor)
     pixels = image_format.normalize(EvalView(image_format)(image)["pixel_values"][None])
     expected = processor(image, return_tensors="pt")["pixel_values"].float()

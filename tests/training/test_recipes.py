@@ -24,7 +24,7 @@ MODULES = {"bootstrap": bootstrap, "segment": segment, "train": train, "joint": 
 
 
 def read(name: str) -> tuple[dict, str]:
-    """Return a dict of a recipe's values and its command. Also return the recipe's comment as one line."""
+    """Return a dict that contains a recipe's values and command, and the recipe's comment as one line."""
     text = RECIPES[name].read_text(encoding="utf-8")
     comment = " ".join(line.strip("# ") for line in text.splitlines() if line.startswith("#"))
     command = re.search(r"^command: (.*)$", text, re.MULTILINE)[1]

@@ -140,7 +140,7 @@ def test_the_kind_of_problem_is_single_labels(tmp_path):
     ],
 )
 def test_a_published_configuration_draws_the_start_again(model_type, initialization, options, tmp_path):
-    """A model that is built from the saved configuration with the same seed has equal initial weights."""
+    """With one seed, models of the original and of the saved configuration have equal initial weights."""
     torch.manual_seed(99)
     start = {"initialization": initialization, "initialization_options": options}
     sizes = {"convmixer": "hidden_size=16,num_hidden_layers=2", "agent_cnn": "image_size=32,patch_size=8"}

@@ -42,7 +42,8 @@ ARGUMENTS |= {"logging_steps": 1, "use_cpu": True, "batch_eval_metrics": False}
 
 
 class Learner(SharpnessAwareTrainer):
-    """Trainer of a classifier. `factors` maps steps to factors of the loss. `accuracies` replaces measurements."""
+    """Trainer of a classifier. `factors` maps steps to factors of the loss. If `accuracies` is set, `measure` returns
+    its values in order."""
 
     factors, accuracies = {}, ()
 
@@ -132,7 +133,7 @@ def test_a_run_on_a_stream_continues(make, write_parquet):
         return logged(own, "loss")
 
     whole, stopped, own = run("whole"), run("out", callbacks=[Stop(2)]), run("out")
-    # Each of two epochs has three batches. All losses differ, because order and views change with the epoch.
+    # Each of two epochs has three batches. All losses differ, because the order of images and their views change.
     assert stopped == whole[:2] and own[:3] == whole[:3] and len({*whole}) == len(own) == 6
 
 
