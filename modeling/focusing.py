@@ -25,9 +25,9 @@ def initial_rois(num_tokens: int, counts: Sequence[int] = ()) -> torch.Tensor:
     in the outer loop. The RoI of every further token is the whole image. With fewer than 4 tokens, the authors'
     formula divides by zero, so all RoIs are the whole image.
 
-    A model can be trained with several numbers of tokens. `counts` are these numbers in ascending order, without
-    `num_tokens`, the largest number. The first `counts[0]` tokens then form a grid, and the tokens that each larger
-    number adds form a grid of their own.
+    A model can be trained with several numbers of tokens. `num_tokens` is then the largest of these numbers, and
+    `counts` are the other numbers in ascending order. The first `counts[0]` tokens form a grid. The tokens that each
+    larger number adds form a further grid.
     """
     if counts:
         added = [high - low for low, high in zip([0, *counts], [*counts, num_tokens], strict=False)]

@@ -47,7 +47,7 @@ def kernel_offsets(kernel_size: int) -> list[tuple[int, int]]:
 
 
 def draw_offsets(kernel_size: int, num_heads: int, generator: torch.Generator | None = None) -> list[tuple[int, int]]:
-    """Draw a random offset of `kernel_offsets` for each head. An offset repeats only after all others were drawn."""
+    """Draw a random offset of `kernel_offsets` for each head. An offset repeats only after all offsets were drawn."""
     offsets = kernel_offsets(kernel_size)
     drawn = []
     while len(drawn) < num_heads:

@@ -112,7 +112,7 @@ class BootstrappedViTForImageClassification(HubModel):
     """Vision transformer with its agent CNN. The agent is computed only if labels are given.
 
     `model.vit` is a `ViTForImageClassification` of Transformers, and `model.agent` is an
-    `AgentCNNForImageClassification`. After training, both can be used and saved separately.
+    `AgentCNNForImageClassification`. After training, these two models can be used and saved separately.
     """
 
     config: BootstrappedViTConfig

@@ -124,7 +124,8 @@ class SparseFormerPreTrainedModel(SparseFormerBasePreTrainedModel):
         weights.
 
         Args:
-            num_latent_tokens (`int`): Number of latent tokens, without [CLS]: the papers' 80 tokens are 79 here.
+            num_latent_tokens (`int`):
+                Number of latent tokens, without [CLS]. The papers' 80 tokens are 79 latent tokens and [CLS].
 
         Raises:
             ValueError: if `num_latent_tokens` is below 1.

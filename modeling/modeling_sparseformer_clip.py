@@ -197,7 +197,7 @@ class SparseFormerSiglipModel(SparseFormerCLIPPreTrainedModel):
         "AutoModel": "SparseFormerSiglipModel",
         "AutoModelForZeroShotImageClassification": "SparseFormerSiglipModel",
     }
-    # SigLIP was trained with texts that are padded to one length, but some of its tokenizers do not pad by default.
+    # SigLIP was trained with texts that are padded to one length, but some SigLIP tokenizers do not pad by default.
     text_padding = "max_length"
     _no_split_modules = ["SiglipTextEmbeddings", "SiglipEncoderLayer"]
 
