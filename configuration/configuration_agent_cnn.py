@@ -47,18 +47,20 @@ class AgentCNNConfig(VisionConfig):
         patch_size (`int`, *optional*, defaults to 16): Patch size in pixels, for `stem="patch"`.
         stem_channels (`int`, *optional*, defaults to 64): Channels of the first convolution of `stem="res"`.
         hidden_size (`int`, *optional*, defaults to 288): Channels of the feature maps.
-        num_positions (`int`, *optional*, defaults to 9): Number of positions of each generalized convolution.
+        num_positions (`int`, *optional*, defaults to 9): Number of positions in the kernel of each generalized
+            convolution.
         hidden_act (`str`, *optional*, defaults to `"gelu"`):
             Activation function in the MLPs, in the ResNet stem and after the final norm.
         norm_position (`str`, *optional*, defaults to `"before"`):
-            BatchNorm `"before"` the convolution and the MLP (Agent-S), or `"after"` both (Agent-B).
+            `"before"` for a BatchNorm before the convolution and one before the MLP (Agent-S), or `"after"` for a
+            BatchNorm after the convolution and one after the MLP (Agent-B).
         downsample_after (sequence of `int`, *optional*, defaults to `()`):
             Indices of the blocks that are followed by 2 x 2 average pooling. For Agent-B with `stem="res"`, the
             paper's text and our variant have 1 and 3; the paper's code has 2 and 8.
         dropout (`float`, *optional*, defaults to 0.1): Dropout rate after the activation function in the MLPs.
         branch_dropout (`float`, *optional*, defaults to 0.0):
-            Dropout rate at the end of the two residual branches of each block. In the reference implementation, an
-            agent that shares weights with a transformer has the transformer's dropout rate here.
+            Dropout rate at the end of the two residual branches of each block. If the agent shares weights with a
+            transformer, the reference implementation sets this field to the transformer's dropout rate.
         initialization (`str`, *optional*, defaults to `"default"`):
             Initialization of new weights: `"default"` (PyTorch) or `"reference"` (reference implementation, see
             `reference_initialization.py`). All variants have `"reference"`.

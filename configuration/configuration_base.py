@@ -21,7 +21,8 @@ positive = interval(min=0.0, exclude_min=True)
 
 
 def at_least(low: int):
-    """Return a factory of dataclass fields that accept `None`, a number from `low` on, or a pair of such numbers."""
+    """Return a factory of dataclass fields. A field accepts `None`, a number, or a pair of numbers, and rejects
+    numbers below `low`."""
 
     @as_validated_field
     def check(value):
@@ -45,7 +46,8 @@ def is_sparseformer(config) -> bool:
 
 
 def set_image_size(config, image_size: int | list[int]):
-    """Set a configuration's `image_size` in pixels. Scale its `resize_size` by the same factor."""
+    """Set the `image_size` of a configuration, in pixels. Multiply the configuration's `resize_size` by the ratio of
+    the new `image_size` to the old `image_size`."""
     if getattr(config, "resize_size", None) is not None:
         config.resize_size = round(config.resize_size * min(pair(image_size)) / min(pair(config.image_size)))
     config.image_size = image_size
@@ -105,15 +107,15 @@ class FrugalViTConfig(HubMixin, PreTrainedConfig):
 
 @strict
 class VisionConfig(FrugalViTConfig):
-    """Base configuration of image models, with the fields of their image processor.
+    """Base configuration of image models. It contains the settings of the model's image processor.
 
     Args:
         image_mean, image_std (`float` or sequence of `float`, *optional*):
             Mean and standard deviation for normalization: one number, or one number for each channel. `None` if the
             model has no image processor.
         resize_size (`int`, *optional*):
-            Length of the shorter side, in pixels, before a center crop of `image_size`. With `None`, images are
-            resized to `image_size` without a crop.
+            Length in pixels to which an image's shorter side is resized. After that, the image is center-cropped to
+            `image_size`. With `None`, images are resized to `image_size` without a crop.
         resample (`int`, *optional*, defaults to 2): PIL's resampling filter: 2 for bilinear, 3 for bicubic.
     """
 
@@ -123,7 +125,8 @@ class VisionConfig(FrugalViTConfig):
     resample: int = 2
 
     def validate_preprocessing(self):
-        """Check that `image_mean` and `image_std` are both set or both `None`, and check their lengths."""
+        """Check that `image_mean` and `image_std` are both set or both `None`. Check that a list has a value for each
+        channel."""
         if (self.image_mean is None) != (self.image_std is None):
             raise ValueError(
                 f"`image_mean` is {self.image_mean} and `image_std` is {self.image_std}; give both or neither."
@@ -163,14 +166,16 @@ class SparseFormerBaseConfig(BackboneConfigMixin, VisionConfig):
             Additional norms in each encoder block: `"query_key"` for the queries and keys of each head, `"attention"`
             before the output projection of attention, `"mlp"` before the second linear layer of the MLP (EVA-02).
         final_norm (`str`, *optional*, defaults to `"before_pooling"`):
-            Place of the final norm: `"before_pooling"`, `"after_pooling"` (v1), or `None` for no final norm.
+            Place of the final norm: `"before_pooling"`, `"after_pooling"` (SparseFormer v1), or `None` for no final
+            norm.
         rope_theta (`float`, *optional*):
             Base of the frequencies of rotary position embeddings, or `None` for no rotary position embeddings. The
             position of a latent token is the center of its RoI (`rotary_table`).
         rope_coordinates (sequence of `float`, *optional*):
             Coordinates of the image's top, left, bottom and right edges in RoPE. The default is that of DINOv3.
         num_class_tokens (`int`, *optional*, defaults to 1): Number of [CLS] tokens, which precede all other tokens.
-        num_register_tokens (`int`, *optional*, defaults to 0): Number of registers, which follow the [CLS] tokens.
+        num_register_tokens (`int`, *optional*, defaults to 0): Number of register tokens, which follow the [CLS]
+            tokens.
         pooling (`str`, *optional*, defaults to `"cls"`):
             Pooling of tokens to one embedding. `"cls"` concatenates the class tokens. `"class_mean"` averages the
             class tokens, `"mean"` all tokens, and `"latent_mean"` the latent tokens. `"cls_and_latent_mean"`
@@ -183,12 +188,13 @@ class SparseFormerBaseConfig(BackboneConfigMixin, VisionConfig):
             MLP width of attention pooling; `intermediate_size` by default, 0 for no MLP (AIMv2).
         out_features, out_indices (`list`, *optional*):
             Layers whose feature maps a backbone returns, by name ("stem", "stage1", …) or by index. The default is the
-            last layer. With `feature_scales`, the default is one layer for each scale, evenly spaced.
+            last layer. With `feature_scales`, the default is evenly spaced layers, one for each scale.
         reshape_hidden_states (`bool`, *optional*, defaults to `True`):
             Return feature maps with rows and columns. With `False`, return sequences for DPT: first [CLS], then the
             cells. In models without [CLS], the mean of all tokens is first.
         feature_scales (sequence of `float`, *optional*):
-            Size factor of each feature map, for example `[4, 2, 1, 0.5]` for ViTDet's pyramid; 1 by default.
+            A factor for each feature map, by which the map is resized, for example `[4, 2, 1, 0.5]` for ViTDet's
+            pyramid. By default, feature maps are not resized.
         upsampler_hidden_size (`int`, *optional*):
             Width of `MapUpsampler`, which adds image details to feature maps. `None` for no `MapUpsampler`.
         drop_path_rate (`float`, *optional*, defaults to 0.0):

@@ -37,12 +37,12 @@ VIT_BASE = {
     "attention_probs_dropout_prob": 0.0,
     "layer_norm_eps": 1e-6,
 }
-# Variant names have the kind of training, the model size, and "res" for an agent with a ResNet stem.
+# A variant name contains the kind of training, the model size, and "res" if the agent has a ResNet stem.
 VARIANTS = {
     f"{name}-{size}{'-res' if res else ''}": {
         "vit_config": vit,
         # In the reference implementation, an agent with shared weights has the transformer's dropout rate in its MLPs
-        # and at the end of both residual branches.
+        # and at the end of the two residual branches of each block.
         "agent_config": AGENTS[f"agent-{size}{'-res' if res else ''}"]
         | (dict.fromkeys(("dropout", "branch_dropout"), vit["hidden_dropout_prob"]) if sharing == "weights" else {}),
         "sharing": sharing,
@@ -72,10 +72,11 @@ class BootstrappedViTConfig(AttentionStartConfig):
             shared weights, position i of the agent's convolutions has the value and output matrices of attention head
             i, and the agent's MLPs have the weights of the transformer's MLPs.
         classification_weight, divergence_weight, hint_weight (`float`, *optional*):
-            Loss weights. The defaults are those of the reference implementation: 1, 1 and 10 for `sharing="none"`;
-            0.5, 0.5 and 5 for `sharing="weights"`.
+            Weights of the three losses. The defaults are those of the reference implementation: 1, 1 and 10 for
+            `sharing="none"`; 0.5, 0.5 and 5 for `sharing="weights"`.
         temperature (`float`, *optional*, defaults to 4.0): Softmax temperature in the divergence losses.
-        hint_layers (sequence of `int`, *optional*): Indices of the blocks in the hint loss; all blocks by default.
+        hint_layers (sequence of `int`, *optional*): Indices of the blocks whose outputs the hint loss compares; all
+            blocks by default.
         embedding_dropout (`float`, *optional*):
             Dropout rate of the transformer's embeddings; `vit_config.hidden_dropout_prob` by default. All variants and
             the reference implementation have 0.
@@ -121,7 +122,8 @@ class BootstrappedViTConfig(AttentionStartConfig):
         self.agree()
 
     def agree(self):
-        """Copy labels to `vit_config` and `agent_config`, and preprocessing and initialization to `agent_config`."""
+        """Copy this configuration's labels to `vit_config` and `agent_config`. Copy this configuration's image size,
+        preprocessing and initialization to `agent_config`."""
         for config in (self.vit_config, self.agent_config):
             config.id2label = self.id2label
             config.label2id = self.label2id

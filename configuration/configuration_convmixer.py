@@ -7,7 +7,7 @@ from huggingface_hub.dataclasses import strict
 from .configuration_base import Size, VisionConfig, at_least, positive
 
 
-# Variant names have the width and the kernel size.
+# A variant name contains the width and the kernel size.
 VARIANTS = {
     f"convmixer-{width}-k{kernel_size}": {"hidden_size": width, "kernel_size": kernel_size, "num_labels": 10}
     for width in (256, 512)
@@ -27,8 +27,8 @@ class ConvMixerConfig(VisionConfig):
         spatial_filters (`str`, *optional*, defaults to `"trained"`):
             `"trained"`, or the kind of fixed filters. `"random"` filters are uniform random values, `"impulse"`
             filters have a one at a random position, and `"box"` filters are all ones. `"signed_impulse"` filters have
-            a one of random sign and are not part of the paper. All kinds of fixed filters have the same mean norm.
-            Fixed filters have fixed biases.
+            a one of random sign and are not part of the paper. The mean norm of the filters is equal for all kinds of
+            fixed filters. The biases of fixed filters are not trained.
     """
 
     model_type = "convmixer"

@@ -66,8 +66,8 @@ def _clip(size: str, tokens: int, image_size: int = 224) -> dict:
     )
 
 
-# Names of bootstrapped variants have the family, the model size, the number of tokens including [CLS], and the image
-# size. Variants with "-untruncated" keep all blocks of the teacher.
+# The name of a bootstrapped variant contains the teacher's family, the model size, the number of tokens including
+# [CLS], and the image size. Variants with "-untruncated" keep all blocks of the teacher.
 VARIANTS = {
     "v1-tiny": _v1(512, 8, 49, 0.2),
     "v1-small": _v1(640, 8, 64, 0.3),
@@ -163,7 +163,7 @@ class SparseFormerConfig(SparseFormerBaseConfig):
         return self.num_attention_heads if self.is_v1 else max(self.focusing_hidden_size // 64, 1)
 
     def validate_focusing(self):
-        """Check that the widths fit the attention heads and the encoding of RoIs, and that v1 has neither prefix
+        """Check that widths are divisible by the number of attention heads and by 8, and that v1 has neither prefix
         tokens nor rotary positions."""
         if self.focusing_hidden_size % self.focusing_num_attention_heads:
             raise ValueError(

@@ -80,7 +80,7 @@ class SparseFormerPaliGemmaConfig(HubMixin, PaliGemmaConfig):
     sub_configs_defaults = PaliGemmaConfig.sub_configs_defaults | {"vision_config": TOWER}
 
     def __post_init__(self, **kwargs):
-        # `PaliGemmaConfig.__post_init__` is skipped, because it counts patches and a SparseFormer has no patches.
+        # `PaliGemmaConfig.__post_init__` is skipped, because that method counts patches.
         super(PaliGemmaConfig, self).__post_init__(**kwargs)
         if self.text_config.use_bidirectional_attention is None:
             self.text_config.use_bidirectional_attention = True

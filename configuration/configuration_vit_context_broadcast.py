@@ -10,7 +10,8 @@ from .configuration_vit import PlainViTConfig
 ContextBroadcastKind = Literal["cb", "cb_s", "cb_gate", "cb_hybrid"]
 ContextBroadcastPosition = Literal["mlp_front", "mlp_mid", "mlp_end", "attention_end"]
 
-# Variant names have the model size, "distilled", the kind of Context Broadcasting or "plain", and the image size.
+# A variant name contains the model size, "distilled" if there is a distillation token, the kind of Context
+# Broadcasting or "plain", and the image size.
 VARIANTS = {
     f"vit-{size}{'-distilled' if distilled else ''}-{'plain' if kind is None else kind}-224": {
         "hidden_size": width,

@@ -8,8 +8,8 @@ from .configuration_base import Size, at_least
 from .configuration_vit import Initialization, PlainViTConfig
 
 
-# Variant names have the model size, the number of heads and the image size. Names of variants from
-# tables 5 and 7 have the depth, the width and the number of heads.
+# A variant name contains the model size, the number of heads and the image size. The names of variants from tables 5
+# and 7 contain the depth, the width and the number of heads instead.
 VARIANTS = {
     f"vit-{size}-h{heads}-{image_size}": {
         "image_size": image_size,

@@ -1,4 +1,4 @@
-"""Align the projector of a LLaVA with a SparseFormer as new vision tower, without labels.
+"""Align the projector of a LLaVA with a new vision tower, which is a SparseFormer. No labels are needed.
 
     accelerate launch -m frugalvit.training.align_llava --model LLAVA --vision_model TOWER --dataset IMAGES \\
         --output_dir OUT
@@ -94,9 +94,9 @@ def encode(processor, image_tokens: int, question: str, prompt: str) -> list[int
 
     Args:
         processor: The processor of a LLaVA or a PaliGemma.
-        image_tokens (`int`): Number of tokens of the image.
+        image_tokens (`int`): Number of image tokens in the prompt.
         question (`str`): The question.
-        prompt (`str`): Text with `{image}` and `{question}`.
+        prompt (`str`): Template that contains `{image}` and `{question}`.
     """
     tokenizer = processor.tokenizer
     if isinstance(processor, PaliGemmaProcessor):
@@ -142,7 +142,7 @@ def answer(llava, processor, pixel_values: torch.Tensor, questions: list[str], p
         processor: The model's processor.
         pixel_values (`torch.Tensor`): The images, `(images, channels, height, width)`.
         questions (`list[str]`): A question for each image.
-        prompt (`str`): Text with `{image}` and `{question}`.
+        prompt (`str`): Template that contains `{image}` and `{question}`.
         length (`int`): Largest number of tokens in an answer.
 
     Returns:
@@ -300,7 +300,7 @@ class AlignLlavaTrainer(ImageTrainer):
 
     @torch.no_grad()
     def prediction_step(self, model, inputs, prediction_loss_only=False, ignore_keys=None):
-        """Return, for each image, the share of the answer's tokens that the model predicts correctly."""
+        """For each image, return the model's accuracy on the tokens of the teacher's answer."""
         questions, answers, *_ = self.ask_teacher(inputs)
         with self.accelerator.autocast():
             logits, _ = self.predict_answers(model, inputs, questions, answers)
@@ -310,7 +310,7 @@ class AlignLlavaTrainer(ImageTrainer):
         return None, shares, torch.zeros_like(shares)
 
     def measure(self, prediction) -> dict[str, float]:
-        """Return `agreement`, the share of an answer's tokens that are predicted correctly, averaged over images."""
+        """Return `agreement`, the model's accuracy on the tokens of the teacher's answer, averaged over images."""
         return {"agreement": prediction.predictions.mean()}
 
     def weights(self) -> dict[str, torch.Tensor]:

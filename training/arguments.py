@@ -27,7 +27,8 @@ from .text import first_line, printable
 
 
 _OPTION = re.compile(r"--[A-Za-z][\w-]*")
-# Conditions on an argument's value. A condition is a description for messages and a function that checks a value.
+# Conditions on an argument's value. A condition consists of a description for messages and a function that checks a
+# value.
 NOT_NEGATIVE = ("0 or more", lambda value: value >= 0)
 POSITIVE = ("1 or more", lambda value: value >= 1)
 RANGE = ("two positive numbers, the lower first", lambda value: len(value) == 2 and 0 < value[0] <= value[1])
@@ -41,8 +42,9 @@ def argument(default=dataclasses.MISSING, help: str = "", **metadata):
 
 
 def check_fields(arguments):
-    """Raise a ValueError if the value of a field is not among its `choices` or violates its condition in `expected`.
-    None is always allowed. `HfArgumentParser` only checks `choices` on the command line."""
+    """Raise a ValueError if a field's value is missing from the field's `choices`, or if the value violates the
+    field's condition in `expected`. None is always allowed. `HfArgumentParser` only checks `choices` on the command
+    line."""
     for each in dataclasses.fields(arguments):
         choices = each.metadata.get("choices")
         value = getattr(arguments, each.name)
@@ -82,7 +84,7 @@ class ImageTrainingArguments(TrainingArguments):
     def __post_init__(self):
         super().__post_init__()
         check_fields(self)
-        # Trainings without label smoothing have the default 0, and other values are errors.
+        # A training whose default of `label_smoothing_factor` is 0 has no label smoothing, so other values are errors.
         if self.label_smoothing_factor and not type(self).label_smoothing_factor:
             raise ValueError(
                 f"label_smoothing_factor is {self.label_smoothing_factor}, expected 0: this training has no smoothing."
@@ -155,7 +157,8 @@ class ArgumentParser(HfArgumentParser):
         is_empty = default is False or default in (None, "", [], argparse.SUPPRESS)
         if not is_empty and "default" not in text.lower() and text != argparse.SUPPRESS:
             settings["help"] = f"{text} (default: %(default)s)"
-        # `HfArgumentParser` also passes the name with hyphens, as a second name. The second name is dropped.
+        # `HfArgumentParser` passes an option's name with underscores and, as a second name, with hyphens. The second
+        # name is dropped.
         return super().add_argument(*(names[:1] if names[0].startswith("--") else names), **settings)
 
     def parse_known_args(self, args=None, namespace=None):

@@ -12,7 +12,7 @@ from ..modeling.image_format import ImageFormat
 from .preprocessing import middle_of
 
 
-# Last key of `seeded`, so that views, mixing and captions have different random numbers.
+# Values of the last key of `seeded`. They give views, mixing and captions different random numbers.
 VIEW = 0
 MIX = 1
 CAPTION = 4
@@ -20,8 +20,8 @@ CAPTION = 4
 
 @contextmanager
 def seeded(*keys: int):
-    """Seed PyTorch's CPU generator in a `with` block, and restore its earlier state afterwards. The seed is a hash of
-    `keys` by the finalizer of SplitMix64."""
+    """Seed PyTorch's CPU generator for a `with` block, and restore the generator's earlier state afterwards. The seed
+    is a hash of `keys`, computed by the finalizer of SplitMix64."""
     mask = (1 << 64) - 1
     seed = 0
     for key in keys:
@@ -30,7 +30,8 @@ def seeded(*keys: int):
         seed = (seed ^ (seed >> 27)) * 0x94D049BB133111EB & mask
         seed ^= seed >> 31
     state = torch.get_rng_state()
-    # `torch.manual_seed` would also seed every accelerator, and it is a hundred times slower.
+    # `torch.manual_seed` would also seed every accelerator, and is a hundred times slower than
+    # `torch.default_generator.manual_seed`.
     torch.default_generator.manual_seed(seed >> 32)
     try:
         yield
@@ -64,16 +65,18 @@ class EvalView:
 
 class BootstrapView:
     """Crop and flip an image at random for bootstrapping (Gao et al. 2024). Student and teacher get the same crop,
-    resized to the image size of each model. If both image formats are equal, `teacher_pixel_values` is left out.
+    resized to the image size of each model. If the image formats of student and teacher are equal,
+    `teacher_pixel_values` is left out.
 
     Args:
         student (`ImageFormat`): The student's image format.
         teacher (`ImageFormat`, *optional*): The teacher's image format.
-        scale (`tuple[float, float]`): Lowest and highest share of the image's area in a crop.
+        scale (`tuple[float, float]`): Lowest and highest area of a crop, relative to the image's area.
         ratio (`tuple[float, float]`): Lowest and highest aspect ratio of a crop.
         flip (`float`): Probability of a horizontal flip.
-        zoom_out (`float`): Highest ratio of a canvas's sides to the image's sides. Before the crop, half of the images
-            are placed at random on such a canvas. With the value 1, there is no canvas.
+        zoom_out (`float`): Before the crop, half of the images are placed at a random position on a larger canvas.
+            `zoom_out` is the highest ratio of the canvas's sides to the image's sides. With the value 1, there is no
+            canvas.
     """
 
     def __init__(
@@ -87,7 +90,7 @@ class BootstrapView:
     ):
         self.formats = {"pixel_values": student}
         self.flip = flip
-        # `resize` and `rounds_center` are not compared, because only evaluation uses them.
+        # `resize` and `rounds_center` are not compared, because only evaluation views use these fields.
         any_crop = {"resize": None, "rounds_center": False}
         if teacher is not None and replace(teacher, **any_crop) != replace(student, **any_crop):
             self.formats["teacher_pixel_values"] = teacher

@@ -53,7 +53,8 @@ from .views import Views, as_images, split_off
 
 
 PROG = "frugalvit bootstrap"
-# For a new focusing stage, the default preset is "small" up to this image size in pixels, and "paper" above.
+# For a new focusing stage, the default preset is "small" for images of up to this size in pixels, and "paper" for
+# larger images.
 LARGEST_SMALL = 96
 # Defaults of training arguments by preset. "paper" and "small" train a new focusing stage: "paper" for images of 224
 # pixels, "small" for images of 32 pixels. "small" has a higher learning rate than "paper", and a loss for each token.
@@ -88,9 +89,9 @@ PRESETS = {
         "num_train_epochs": 20.0,
     },
 }
-# Configuration of new students by preset. The focusing stage of "small" has as many sampling points as in the paper.
-# Compared with the paper, "small" has half as many iterations and mixed points, and three quarters of the channels in
-# stem and bottleneck.
+# Configuration of new students by preset. The focusing stage of "small" has as many sampling points as the paper's
+# focusing stage. Compared with the paper, "small" has half as many iterations and mixed points, and three quarters of
+# the channels in stem and bottleneck.
 STUDENT_FIELDS = {
     "paper": {"truncate": 1 / 3},
     "small": {
@@ -170,7 +171,8 @@ class BootstrapArguments(ImageTrainingArguments):
     }
 
     def __post_init__(self):
-        # None selects the preset's warm-up. `TrainingArguments` rejects None, so None is set after its checks.
+        # None selects the preset's warm-up. `TrainingArguments` rejects None, so None is set after the checks of
+        # `TrainingArguments`.
         follows_preset = self.warmup_steps is None
         if follows_preset:
             self.warmup_steps = 0
@@ -295,7 +297,8 @@ class BootstrapTrainer(ImageTrainer):
         self.student = model
         if self.is_fsdp_enabled and (args.token_loss_weight or args.dense_loss_weight):
             raise ValueError("FSDP records no hidden states; set token_loss_weight and dense_loss_weight to 0.")
-        # `read_anatomy` is called again, because its views of fused layers do not move to the device with the layers.
+        # `read_anatomy` is called again, because its first result contains views of fused layers. These views do not
+        # move to the device with the layers.
         self.anatomy = teacher = read_anatomy(teacher.source.to(args.device), teacher.image_size)
         self.align = AlignmentLoss(model, teacher, args)
         if args.bf16:
@@ -366,8 +369,9 @@ class BootstrapTrainer(ImageTrainer):
         """Return the metrics of an evaluation.
 
         `alignment` is the cosine similarity of the student's and the teacher's embeddings, averaged over images and
-        token counts. Classifiers also have `accuracy`, measured at the largest token count, and `teacher_accuracy`.
-        With several token counts, each count has `alignment_COUNT` and, for classifiers, `accuracy_COUNT`.
+        token counts. For classifiers, the metrics include `accuracy`, measured at the largest token count, and
+        `teacher_accuracy`. With several token counts, the metrics include `alignment_COUNT` for each count and, for
+        classifiers, `accuracy_COUNT`.
         """
         counts = self.student.config.trained_token_counts
         means = prediction.predictions.mean(0).tolist()

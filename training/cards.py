@@ -46,7 +46,7 @@ def write_card(folder: Path, model, summary: str, metrics: dict[str, float], tra
     args = trainer.args
     data = trainer.data_args
     base = trainer.base_model and split_revision(trainer.base_model.removeprefix(f"{OPEN_CLIP}hf-hub:"))[0]
-    # The card's metadata may only contain hub ids, without folders and revisions.
+    # The card's metadata may contain hub ids, but neither folders nor revisions.
     hub_id = base if base and hub_ids([base]) else None
     task = TASKS[auto_class(model)]
     usage = trainer.usage
@@ -114,11 +114,13 @@ def name_images(data: DataArguments | None) -> str:
 
 
 def license_of(model: str | None) -> str | None:
-    """Return the license in a model's card, or None. The card is in the model's folder or the hub's cache."""
+    """Return the license in a model's card, or None. The card is read from the model's folder or from the hub's local
+    cache."""
     try:
         card = Path(model, "README.md") if Path(model).is_dir() else try_to_load_from_cache(model, "README.md")
         return ModelCard.load(card).data.get("license") if Path(card).is_file() else None
-    # An error means that `model` is None, no hub id or not in the cache, or that the card's YAML cannot be read.
+    # There is an error if `model` is None, if `model` is neither a folder nor in the cache, or if the card's YAML
+    # cannot be read.
     except Exception:
         return None
 
@@ -131,7 +133,8 @@ def strip_directory(name: str) -> str:
 
 
 def portable_command(command: str, data_sets: Iterable[str]) -> str:
-    """Shorten paths in a command line to their last part. Replace paths of `data_sets` by a placeholder."""
+    """Shorten paths in a command line to their last part. Paths that are in `data_sets` become a placeholder
+    instead."""
 
     def portable(text: str) -> str:
         option, equals, value = text.partition("=") if text.startswith("--") else ("", "", text)

@@ -68,7 +68,8 @@ def load_images(
         name (`str`, *optional*): Name of a configuration, for hub data sets with several configurations.
         image_column (`str`, *optional*): Name of the column of images. Default: the only column of images.
         label_column (`str`, *optional*): Name of the column of labels. Default: the only column of labels.
-        class_names (`list[str]`, *optional*): Names of the labels 0, 1, … For text labels, a list of all labels.
+        class_names (`list[str]`, *optional*): Names of the labels 0, 1, … If labels are texts, `class_names` must
+            contain all labels.
         default_names (`list[str]`, *optional*): Class names to use if neither `class_names` nor the data set has any.
         streaming (`bool`, *optional*, defaults to `False`): Read images only when they are used.
 
@@ -97,7 +98,8 @@ def load_images(
     if kinds[image] not in ("image", "bytes", "texts"):
         raise ValueError(f"The column {image!r} of {dataset!r} holds {loaded.features[image]}, expected images.")
     label = find_column(kinds, label_column, ("classes",), "label", dataset)
-    # The set of texts in a stream's column is not known. So texts are only used as labels if `class_names` is given.
+    # The texts in a stream's column are not known in advance. So a stream's texts are only used as labels if
+    # `class_names` is given.
     named = class_names or not isinstance(loaded, datasets.IterableDataset)
     if label is None and kinds.get("label") in (("numbers", "texts") if named else ("numbers",)):
         label = "label"
@@ -208,11 +210,12 @@ def sample(images: datasets.Dataset, limit: int | None, seed: int) -> datasets.D
 def readable_images(images, skip_corrupt: bool = False, name: str = "the data set"):
     """Return the images that can be read. Print which images are left out.
 
-    Images are decoded in data sets of up to `MOST_DECODED` images. In larger data sets, only headers are read, so that
-    a truncated image is not found here. Streams are not checked. Distributed processes share the work.
+    Images are decoded in data sets of up to `MOST_DECODED` images. In larger data sets, only headers are read, so
+    truncated images are not found. Streams are not checked. Distributed processes share the work.
 
     Args:
-        images (`datasets.Dataset` or `datasets.IterableDataset`): Columns `image` and optionally `mask`, undecoded.
+        images (`datasets.Dataset` or `datasets.IterableDataset`): A data set with the columns `image` and optionally
+            `mask`, which are not decoded.
         skip_corrupt (`bool`): Leave out images that cannot be read.
         name (`str`): Name of the split or data set, for messages.
 
@@ -353,10 +356,11 @@ def find_in_folder(folder: Path, name: str | None) -> dict:
 def scan_folder(folder: Path, images: list[Path]) -> dict[str, list[tuple[str, Path]]]:
     """Return a dict that maps each split of a folder to a list with the class and the file of each image.
 
-    Subfolders whose names are in `SPLITS` are splits, if there are several of them or if there are no other
-    subfolders. Otherwise, all images are in the split "train". Each subfolder of a split is a class and contains
-    images of the class at any depth. Images directly in the split have the class "". If a folder only contains one
-    folder, which only contains folders, the inner folder is scanned instead.
+    Subfolders whose names are in `SPLITS` are splits, if there are several such subfolders or no other subfolders.
+    Otherwise, all images are in the split "train". Each subfolder of a split is a class and contains images of the
+    class at any depth. Images directly in a split have the class "". If the split has other classes, images directly
+    in the split are left out. If `folder` contains nothing but one subfolder, and this subfolder contains only
+    folders, the subfolder is scanned instead of `folder`.
     """
     holding = {path.parent for path in images}
     while True:
@@ -385,8 +389,8 @@ def scan_folder(folder: Path, images: list[Path]) -> dict[str, list[tuple[str, P
 
 
 def files_within(folder: str | Path, endings: Collection[str]) -> Iterator[Path]:
-    """Yield the files with the extensions `endings` in a folder and its subfolders, without `SYSTEM_FOLDERS`. Links to
-    folders are followed last, and no folder is visited twice. Raise an `OSError` if a folder cannot be read."""
+    """Yield the files with the extensions `endings` in a folder and its subfolders, except for `SYSTEM_FOLDERS`. Links
+    to folders are followed last, and no folder is visited twice. Raise an `OSError` if a folder cannot be read."""
 
     def refuse(error: OSError):
         raise error
@@ -432,7 +436,8 @@ def _print_once(message: str):
 
 
 def _check_class_names(files: list):
-    """Raise a ValueError if parquet files have different class names: `datasets` would only use the first names."""
+    """Raise a ValueError if parquet files have different class names, because `datasets` would use the first file's
+    class names for all files."""
     known = {}
     for file in files:
         for column, feature in datasets.Features.from_arrow_schema(pq.read_schema(file)).items():

@@ -32,7 +32,7 @@ UNREAD_ENDINGS = frozenset(_OTHERS.split()) - IMAGE_ENDINGS
 
 
 class CorruptImageError(ValueError):
-    """Error for an image or a mask of a data set that cannot be decoded."""
+    """Raised if an image or a mask of a data set cannot be decoded."""
 
 
 def is_image_file(path: Path) -> bool:
@@ -72,8 +72,8 @@ def read_image(file: str | Path | io.BytesIO, max_pixels: int | None = None) -> 
 def to_rgb(image: Image.Image) -> Image.Image:
     """Convert an image of any mode to upright 8-bit RGB, with transparent parts on white.
 
-    The values of an image in Pillow's 32-bit modes `I` and `F` are multiplied by 255 / `full`. `full` is the lowest of
-    the numbers 1 (only for `F`), 255, 65,535 and 2^31 - 1 that no value exceeds by more than 0.1%.
+    The values of an image in Pillow's 32-bit modes `I` and `F` are multiplied by 255 / `full`. `full` is 1 (only for
+    `F`), 255, 65,535 or 2^31 - 1: the lowest of these numbers that no value exceeds by more than 0.1%.
     """
     ImageOps.exif_transpose(image, in_place=True)
     if ";16" in image.mode:

@@ -20,8 +20,9 @@ from pathlib import Path
 IN_A_CLONE = ("caltech101-sparseformer", "caltech101-vit")
 # Recipes by name: YAML files of arguments, one for each row of the papers' tables.
 RECIPES = {file.stem: file for file in sorted((Path(__file__).parent / "recipes").glob("*.yaml"))}
-# Names of files that belong in a model folder, besides source files and the card's pictures: files of the model, the
-# card, files of processors and tokenizers, and files of `frugalvit export`.
+# Names of files that belong in a model folder: files of the model, the card, files of processors and tokenizers, and
+# files of `frugalvit export`. Source files and the card's pictures also belong in a model folder, but are not listed
+# here.
 MODEL_FILES = ("config.json", "generation_config.json", "model.safetensors", "model-*-of-*.safetensors")
 MODEL_FILES += ("model.safetensors.index.json", "modules.json", "sentence_bert_config.json", "notebook.ipynb")
 COMPANIONS = ("README.md", "*processor_config.json", "chat_template.*", "tokenizer*.json", "merges.txt", "vocab.*")
@@ -82,7 +83,8 @@ def find_model(name: str | os.PathLike) -> tuple[str, dict[str, str]]:
 
 
 def shipped_images(name: str) -> Path:
-    """Return the folder with the images of `"cifar10"` or `"caltech101"` (only in a clone of the repository)."""
+    """Return the folder with the images of `"cifar10"` or `"caltech101"`. The images of `"caltech101"` are only in a
+    clone of the repository."""
     return Path(str(files("frugalvit.training"))) / name
 
 

@@ -62,12 +62,13 @@ class TwinArguments:
 
 @dataclass
 class JointArguments(SmallDataArguments):
-    """Arguments of the training of both models: views of images and clipping."""
+    """Arguments of the joint training of ViT and agent CNN: views of images and gradient clipping."""
 
     num_train_epochs: float = argument(240, "Epochs, over which the weight of the hints decays linearly to 0.")
     per_device_train_batch_size: int = argument(64, "Training batch size on each device.")
     max_grad_norm: float = argument(0.0, "Norm to which the gradient of both models is clipped; 0 turns it off.")
-    # The authors' code only clips for base variants. So the default is 0, and recipes of base variants set a norm.
+    # The authors' code only clips gradients of base variants. So the default is 0, and recipes of base variants set a
+    # norm.
     vit_max_grad_norm: float = argument(0.0, "Norm to which the gradient of the ViT alone is clipped; 0 turns it off.")
     padding_mode: str = argument(
         "constant", "Content of the padding: the reflected image, or black.", choices=["reflect", "constant"]
@@ -153,7 +154,8 @@ class JointTrainer(SharpnessAwareTrainer):
         return (outputs.loss, logits) if return_outputs else outputs.loss
 
     def measure(self, prediction, compute_result: bool = True) -> dict[str, float]:
-        """Add a batch to `accuracy` (ViT) and `agent_accuracy`. Return both metrics at the last batch."""
+        """Add a batch to the metrics `accuracy` (of the ViT) and `agent_accuracy`. With `compute_result`, which is set
+        for the last batch, return the two metrics."""
         labels = torch.as_tensor(prediction.label_ids).cpu().numpy()
         for metric, logits in zip(self.accuracies.values(), prediction.predictions, strict=True):
             metric.add_batch(predictions=torch.as_tensor(logits).float().cpu().numpy(), references=labels)

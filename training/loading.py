@@ -79,12 +79,13 @@ class Task:
 
 
 def vision_class(config: PreTrainedConfig) -> type:
-    """Return the model class for a vision transformer's configuration. Backbones and models for pretraining are loaded
-    by the base model's class, and other models by the class in `config.architectures`. If neither Transformers nor
-    this package has that class, return a classifier's class or else the base model's class."""
+    """Return the model class for a vision transformer's configuration. For backbones and for models for pretraining,
+    return the base model's class. For other models, return the class in `config.architectures`. If neither
+    Transformers nor this package has that class, return `AutoModelForImageClassification`, or the base model's class
+    if the model type has no classifier."""
     architecture = (config.architectures or [""])[0]
     if config.model_type == TIMM:
-        # Configurations that timm wrote contain no class of Transformers.
+        # In configurations that timm wrote, `architectures` contains no class of Transformers.
         headless = architecture == "TimmWrapperModel" or not config.num_labels
         return transformers.TimmWrapperModel if headless else transformers.TimmWrapperForImageClassification
     base_model = transformers.MODEL_MAPPING.get(type(config), AutoModel)
@@ -128,13 +129,13 @@ def load_model(
     quantize: str | None = None,
     device_map: str | None = None,
 ) -> tuple[nn.Module, object]:
-    """Load a model for inference and its processor.
+    """Load a model and its processor for inference.
 
     Args:
         name (`str` or `os.PathLike`):
-            Folder that `save_pretrained` wrote, name of a model that ships, or hub id (also `owner/name@revision`).
-            The task "image-feature-extraction" also accepts `open_clip:MODEL:PRETRAINED`, `open_clip:hf-hub:ID` and
-            `open_clip:local-dir:FOLDER`.
+            Folder that `save_pretrained` wrote, name of a model that ships with the package, or hub id (also
+            `owner/name@revision`). The task "image-feature-extraction" also accepts `open_clip:MODEL:PRETRAINED`,
+            `open_clip:hf-hub:ID` and `open_clip:local-dir:FOLDER`.
         task (`str` or `Task`): A key of `TASKS`.
         device (`str` or `torch.device`, *optional*): Default: an accelerator if there is one, otherwise the CPU.
         trust_remote_code (`bool`, *optional*, defaults to `False`): Run code that comes with the model.
@@ -228,7 +229,7 @@ def _load_open_clip(name: str, device: str | torch.device | None) -> tuple[nn.Mo
 
 
 def load_config(name: str | os.PathLike, kind: str, trust_remote_code: bool = False, **fields) -> PreTrainedConfig:
-    """Load a model's configuration and replace its values by those in `fields`. See `load_model` for arguments and
+    """Load a model's configuration. The values in `fields` replace saved values. See `load_model` for arguments and
     errors."""
     found, revision = find_model(name)
     with loading_errors(name, kind):
@@ -237,7 +238,8 @@ def load_config(name: str | os.PathLike, kind: str, trust_remote_code: bool = Fa
 
 def load_weights(model_class: type, name: str | os.PathLike, kind: str, **options) -> tuple[PreTrainedModel, dict]:
     """Load a model by `model_class.from_pretrained(name, **options)`, with Context Broadcasting if the saved model has
-    it. Return the model and the unchecked report of missing, unexpected and mismatched weights."""
+    it. Return the model and the report of missing, unexpected and mismatched weights. No error is raised for such
+    weights."""
     found, revision = find_model(name)
     options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
     with loading_errors(name, kind):

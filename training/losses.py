@@ -16,7 +16,8 @@ from ..modeling.modeling_bootstrapped_vit import divergence
 
 # In each token's RoI, the teacher's tokens are sampled at a grid of `POINTS` x `POINTS` points.
 POINTS = 4
-# Share of blocks, from the end, whose attention is averaged. Late blocks attend to parts of an object.
+# Share of the teacher's blocks whose attention is averaged: the last third of the blocks. Late blocks attend to parts
+# of an object.
 ATTENDING_SHARE = 1 / 3
 
 
@@ -95,9 +96,10 @@ class AlignmentLoss(nn.Module):
 class MapAlignmentLoss(nn.Module):
     """Distance of feature maps from a teacher's feature maps, averaged over grid cells and layers.
 
-    First, the teacher's mean over all cells of an image is subtracted from both maps, because a vector that all cells
-    share does not distinguish cells. The distance at a cell is 1 minus the cosine of the two maps' vectors, plus
-    `scale_weight` times the squared logarithm of the ratio of their lengths.
+    First, the teacher's map is averaged over all cells of an image, and this mean is subtracted from the student's map
+    and from the teacher's map, because a vector that all cells share does not distinguish cells. The distance at a
+    cell is 1 minus the cosine of the two maps' vectors, plus `scale_weight` times the squared logarithm of the ratio
+    of the vectors' lengths.
     """
 
     def __init__(self, scale_weight: float = 0.1):
@@ -167,8 +169,8 @@ class MapAlignment:
 
 class TokenAlignment:
     """Hints (Romero et al. 2015) for the tokens of a SparseFormer. Gao et al. do not use this loss. The loss is the
-    mean squared distance of a token from the mean of the teacher's tokens in the token's RoI, averaged over layers.
-    [CLS] and registers are left out. RoIs get no gradient.
+    mean squared distance of each latent token from the mean of the teacher's tokens in the latent token's RoI,
+    averaged over layers. [CLS] and registers are left out. RoIs get no gradient.
 
     Args:
         student (`PreTrainedModel`): The student.
@@ -224,11 +226,13 @@ class TokenAlignment:
 
 
 def attention_loss(logits: torch.Tensor, attention: torch.Tensor) -> torch.Tensor:
-    """Return the Kullback-Leibler divergence between predicted and teacher's attention, averaged over images.
+    """Return the Kullback-Leibler divergence between the predicted attention and the teacher's attention, averaged
+    over images.
 
     Args:
         logits (`torch.Tensor`): Predicted logits, `(batch, rows, columns)`.
-        attention (`torch.Tensor`): The teacher's attention, `(batch, rows, columns)`, possibly on another grid.
+        attention (`torch.Tensor`): The teacher's attention, `(batch, rows, columns)`. Its grid may differ from the
+            grid of `logits`.
     """
     if attention.shape != logits.shape:
         attention = F.adaptive_avg_pool2d(attention, logits.shape[1:])
@@ -252,7 +256,8 @@ def teacher_attention(teacher: Anatomy, states: list[torch.Tensor]) -> torch.Ten
 
 
 def attention_to_patches(teacher: Anatomy, block, tokens: torch.Tensor) -> torch.Tensor:
-    """Return a block's attention to each patch, `(batch, patches)` float32, averaged over heads. Rows sum to 1."""
+    """Return a block's attention to each patch, `(batch, patches)` float32, averaged over heads and queries. Each row
+    sums to 1."""
     query_tokens = (
         slice(0, teacher.num_class_tokens) if teacher.num_class_tokens else slice(teacher.num_prefix_tokens, None)
     )

@@ -55,8 +55,9 @@ def load_masked_images(
     Args:
         dataset (`str` or `list[str]`):
             A data set that `load_table` reads, with columns of images and masks; a folder with `images/SPLIT/NAME.jpg`
-            and `annotations/SPLIT/NAME.png` (or `masks`, `labels`), as in ADE20K; or a folder with `SPLIT/NAME.jpg`
-            and labelme's `SPLIT/NAME.json`. A folder without splits has these paths without SPLIT.
+            and `annotations/SPLIT/NAME.png` (or `masks` or `labels` instead of `annotations`), as in ADE20K; or a
+            folder with `SPLIT/NAME.jpg` and labelme's `SPLIT/NAME.json`. A folder without splits has these paths
+            without SPLIT.
         split (`str`): Split to load.
         name (`str`, *optional*): Name of a configuration, for hub data sets with several configurations.
         image_column, mask_column (`str`, *optional*): Names of the columns. Required if the columns are ambiguous.
@@ -162,7 +163,8 @@ class MaskReader:
     Args:
         num_labels (`int`): Number of classes.
         ignored_labels (iterable of `int`, *optional*): Class numbers in mask files whose pixels are ignored.
-        reduce_labels (`bool`, *optional*, defaults to `False`): Ignore 0, and read 1 as class 0, as in ADE20K.
+        reduce_labels (`bool`, *optional*, defaults to `False`): Ignore pixels with the number 0, and read the numbers
+            1, 2, … as the classes 0, 1, …, as in ADE20K.
     """
 
     def __init__(self, num_labels: int, ignored_labels: Iterable[int] = (), reduce_labels: bool = False):

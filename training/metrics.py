@@ -8,7 +8,8 @@ from .scores import check_scores
 
 
 class _Metric(evaluate.Metric):
-    """Base class of metrics that keep predictions and references in memory. `kept` is the feature type of both."""
+    """Base class of metrics that keep predictions and references in memory. `kept` is the feature type of predictions
+    and of references."""
 
     kept = datasets.Sequence(datasets.Value("int64"))
 
@@ -34,7 +35,7 @@ class TopKAccuracy(_Metric):
     def add_batch(self, *, predictions, references):
         """Store the k labels with the highest scores of each image. Raise a ValueError if scores are not finite."""
         check_scores(predictions)
-        # Unsigned integers are converted to floats, because their negatives would be large numbers.
+        # Scores are converted to floats, because negating unsigned integers results in large numbers.
         scores = np.asarray(predictions, dtype=np.float64)
         best = np.argsort(-scores, axis=1, kind="stable")[:, : self.k]
         references = np.asarray(references)

@@ -84,7 +84,7 @@ def new_classifier(options, labels: dict):
 
 
 def pretrained_classifier(options, args, labels: dict):
-    """Load a pretrained classifier, with `labels` as its classes, and its image processor."""
+    """Load a pretrained classifier and its image processor. `labels` replaces the checkpoint's classes."""
     trust = args.trust_remote_code
     config = load_config(options.model, CLASSIFIER, trust, problem_type="single_label_classification", **labels)
     if config.model_type == TIMM:
@@ -117,7 +117,7 @@ def resize(model, processor, pixels: int):
 
 
 def initialization_arguments(name: str, text: str) -> dict:
-    """Parse the argument `initialization_options` into keyword arguments of the initialization `name`."""
+    """Parse `text`, the argument `initialization_options`, into keyword arguments of the initialization `name`."""
     function = initialization.INITIALIZATIONS.get(name)
     accepted = inspect.signature(function).parameters.keys() - {"model", "generator"} if function else set()
     values = read_values("initialization_options", text)
@@ -211,7 +211,7 @@ def learning_rate_factors(model: torch.nn.Module, head_multiplier: float, layer_
 
 
 def classifiers_inside(base: torch.nn.Module) -> tuple[str, ...]:
-    """Return the prefixes of classifier parameters' names in a base model. Only base models of timm have
+    """Return the prefixes of the names of classifier parameters in a base model. Only timm's base models have
     classifiers."""
     if not is_timm(base):
         return ()

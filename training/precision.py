@@ -10,8 +10,8 @@ from accelerate.utils import is_bf16_available
 from torch import nn
 
 
-# A CPU computes in bfloat16 if its matrix products are more than this many times as fast as in float32. All other
-# operations gain less.
+# Training on a CPU uses bfloat16 if the CPU's matrix products in bfloat16 are more than this many times as fast as in
+# float32. The speedup of all other operations is lower.
 WORTHWHILE = 2
 
 
@@ -29,7 +29,7 @@ def choose_mixed_precision(device: torch.device) -> str:
 @functools.cache
 def bfloat16_is_fast() -> bool:
     """Measure whether the CPU multiplies bfloat16 matrices more than `WORTHWHILE` times as fast as float32 matrices.
-    The speed does not follow from the CPU's instruction set."""
+    The speed cannot be inferred from the CPU's instruction set."""
     # A large product takes seconds if bfloat16 is emulated, so a small product is measured first.
     return _speed_of_bfloat16(128) > 0.5 and _speed_of_bfloat16(512) > WORTHWHILE
 

@@ -260,7 +260,8 @@ class SegmentationTrainer(ImageTrainer):
         return (loss, {"logits": logits}) if return_outputs else loss
 
     def measure(self, prediction, compute_result: bool = True) -> dict[str, float]:
-        """Add a batch to the scores, with logits resized to the masks. Return the scores at the last batch."""
+        """Resize logits to the size of the masks, and add a batch to the scores. With `compute_result`, which is set
+        for the last batch, return the scores."""
         logits = torch.as_tensor(prediction.predictions).float()
         labels = torch.as_tensor(prediction.label_ids)
         check_scores(logits)

@@ -29,7 +29,8 @@ class SharpnessAwareTrainer(ImageTrainer):
         return SAM, {"base_optimizer": optimizer_class, "rho": args.sam_rho, **options}
 
     def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
-        """Compute the gradient and return the loss. With SAM, also move the weights and compute the gradient again."""
+        """Compute the gradient and return the loss. With SAM, `first_step` then perturbs the weights, and the gradient
+        is computed again at the perturbed weights."""
         loss = super().training_step(model, inputs, num_items_in_batch)
         if self.args.sam_rho:
             if self.args.max_grad_norm:

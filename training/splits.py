@@ -30,7 +30,7 @@ def load_splits(data, learns_labels: bool = False, skip_corrupt: bool = False) -
     With `learns_labels`, at least two classes and a label for each image are required. Otherwise, a split with missing
     labels loses all labels. Labels of a stream are not checked. See `readable_images` for `skip_corrupt`.
     """
-    # Class names of the training images. Other splits use them if they have no class names of their own.
+    # Class names of the training images. A split without class names of its own uses these class names.
     names = None
 
     def load(dataset: list[str], split: str, streaming: bool = False):
@@ -68,13 +68,15 @@ def load_splits(data, learns_labels: bool = False, skip_corrupt: bool = False) -
 def load_parts(data, load: Callable, names_of_splits: Callable[[list[str]], list[str]]) -> tuple:
     """Load the images for training, evaluation and test. The images for evaluation and for test may be `None`.
 
-    Without `data.eval_split`, the best epoch is chosen on the validation split, and the model is tested on the split
-    "test". If only one of these two splits exists, or only one has labels, the epoch is chosen on this split, and
-    there is no test. If neither exists, the epoch is chosen on the first split of `data.eval_dataset` or on a part of
-    the training images (see `hold_back`).
+    With `data.eval_split`, the best epoch is chosen on this split, and there is no test. Without `data.eval_split`,
+    the best epoch is chosen on the validation split, and the model is tested on the split "test". If only one of these
+    two splits exists, or only one has labels, the epoch is chosen on this split, and there is no test. If neither
+    exists, the epoch is chosen on the first split of `data.eval_dataset` or on a part of the training images (see
+    `hold_back`).
 
     Args:
-        data (`DataArguments`): The arguments. `evaluated` and `tested` are set to the names of the chosen splits.
+        data (`DataArguments`): The arguments. `data.evaluated` and `data.tested` are set to the names of the chosen
+            splits.
         load (`Callable`): Loads a split. The call is `load(dataset, split, streaming=…)`.
         names_of_splits (`Callable`): Returns the split names of a data set.
     """
@@ -106,7 +108,8 @@ def load_parts(data, load: Callable, names_of_splits: Callable[[list[str]], list
 
 
 def hold_back(images: datasets.Dataset) -> tuple[datasets.Dataset, datasets.Dataset]:
-    """Split images into a part to train on and a smaller part to evaluate on: a tenth, but at most 5,000 images.
+    """Split images into a part to train on and a smaller part to evaluate on. The smaller part is a tenth of the
+    images, but at most 5,000 images.
 
     The images to evaluate on are drawn with a fixed seed, so that a data set is always split in the same way. The
     split is stratified if all classes are large enough. Each class keeps at least one image to train on.
@@ -138,7 +141,7 @@ def check_labels(images: datasets.Dataset, split: str):
 
 
 def check_classes(names: Sequence[str]):
-    """Raise a ValueError for fewer than two classes, because every prediction of a single class is right."""
+    """Raise a ValueError if there are fewer than two classes. With a single class, every prediction would be right."""
     if len(names) < 2:
         raise ValueError(
             f"There is one class, {shortened(list(names))}, expected two or more: with one, every answer is right. "
@@ -147,7 +150,8 @@ def check_classes(names: Sequence[str]):
 
 
 def check_same_classes(names: list[str] | None, images):
-    """Raise a ValueError if the classes of training and evaluation images, or the order of these classes, differ."""
+    """Raise a ValueError if training images and evaluation images have different classes or a different order of
+    classes."""
     others = None if images is None else class_names(images)
     if names and others and names != others:
         both = f"{shortened(names)} to train and {shortened(others)} to evaluate on"
@@ -190,7 +194,8 @@ def match_labels(names: Sequence[str], id2label: Mapping[int, str]) -> list[int]
 
     Classes are matched by name. Without an exact match, the comparison ignores case, word separators and Unicode forms
     of accents. ImageNet's classes are also matched by WordNet id, such as "n01440764". Names that are numbers are
-    matched with the model's indices. If the model's classes have no names, its first classes are used in order.
+    matched with the model's indices. If the model's classes have no names, the model's first classes are used in
+    order.
 
     Args:
         names (sequence of `str`): The data set's classes.
@@ -225,7 +230,7 @@ def match_labels(names: Sequence[str], id2label: Mapping[int, str]) -> list[int]
 
 
 def _distinct(names: Sequence[str], indices: list[int], id2label: Mapping[int, str]) -> list[int]:
-    """Return the indices. Raise a ValueError if two names, such as "Cat" and "cat", match one class of the model."""
+    """Return `indices`. Raise a ValueError if two names, such as "Cat" and "cat", match one class of the model."""
     for index, count in Counter(indices).most_common(1):
         if count > 1:
             twice = " and ".join(repr(name) for name, other in zip(names, indices, strict=True) if other == index)

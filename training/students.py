@@ -90,7 +90,7 @@ def build_student(
         teacher (`Anatomy`): The vision transformer whose blocks and head the student inherits.
         teacher_format (`ImageFormat`): Size and normalization of the images of teacher and student.
         inherit_blocks (`bool`): Whether to inherit the teacher's blocks and classifier, or only the classifier.
-        defaults: Defaults of `truncate` and of configuration fields. `options` may override them.
+        defaults: Defaults of `truncate` and of configuration fields. `options` may override these defaults.
     """
     kind = "map" if options.upsampler_hidden_size else kind_of(teacher)
     student_class = STUDENTS[options.focusing][kind]
@@ -122,8 +122,8 @@ def kind_of(teacher: Anatomy) -> str:
 
 
 def check_embedding(student: PreTrainedModel, teacher: Anatomy):
-    """Raise a ValueError if the embeddings of student and teacher differ in width, or if only one embedding is
-    projected."""
+    """Raise a ValueError if the embeddings of student and teacher differ in width, or if only one of the two
+    embeddings is projected."""
     projects = hasattr(student, "visual_projection")
     width = student.config.projection_dim if projects else student.config.pooled_size
     if width != teacher.embedding_size or projects != (teacher.projection is not None):
@@ -135,7 +135,8 @@ def check_embedding(student: PreTrainedModel, teacher: Anatomy):
 
 
 def continued_student(options: StudentArguments) -> PreTrainedModel:
-    """Load `options.student` to continue its training. Set the student's token counts and placement of tokens."""
+    """Load `options.student` to continue its training. Set the student's token counts and placement of tokens to the
+    values in `options`."""
     name, revision = find_model(options.student)
     config = load_config(options.student, "a SparseFormer")
     if not is_sparseformer(config):
@@ -172,8 +173,8 @@ def parse_overrides(model_type: str, text: str) -> dict:
 
 
 def token_counts_to_train(config, seed: str) -> list[int]:
-    """Return the token counts to train in a step: the largest, up to two random counts and the smallest. This is the
-    sandwich rule of Yu and Huang, *Universally Slimmable Networks and Improved Training Techniques*."""
+    """Return the token counts to train in a step: the largest count, up to two random counts, and the smallest count.
+    This is the sandwich rule of Yu and Huang, *Universally Slimmable Networks and Improved Training Techniques*."""
     if len(config.trained_token_counts) == 1:
         return list(config.trained_token_counts)
     smallest, *between, largest = config.trained_token_counts

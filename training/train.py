@@ -34,7 +34,8 @@ from .views import labeled_images, mixing
 
 
 PROG = "frugalvit train"
-# Default learning rates for new and for pretrained weights. The higher rate would destroy pretrained features.
+# Default learning rates for new and for pretrained weights. The rate for new weights would destroy pretrained
+# features.
 SCRATCH_LEARNING_RATE = 1e-3
 FINE_TUNING_LEARNING_RATE = 1e-4
 # The default batch size is the largest of `BATCH_SIZES` for which an epoch has at least `STEPS_PER_EPOCH` steps. The
@@ -175,7 +176,7 @@ class ImageClassificationArguments(SmallDataArguments):
 
 
 def resolve_arguments(args: ImageClassificationArguments, config, images) -> ImageClassificationArguments:
-    """Return a copy of the arguments in which None is replaced by a default learning rate and batch size.
+    """Return a copy of the arguments in which a learning rate or a batch size of None is replaced by its default.
 
     Args:
         args (`ImageClassificationArguments`): The given arguments.
@@ -308,7 +309,8 @@ class ImageClassificationTrainer(SharpnessAwareTrainer):
         return metrics
 
     def measure(self, prediction, compute_result: bool = True) -> dict[str, float]:
-        """Add a batch to `accuracy` and `top5_accuracy`. Return both metrics at the last batch (`compute_result`)."""
+        """Add a batch to the metrics `accuracy` and `top5_accuracy`. With `compute_result`, which is set for the last
+        batch, return the two metrics."""
         logits, labels = (torch.as_tensor(each).cpu() for each in (prediction.predictions, prediction.label_ids))
         self.accuracies.add_batch(predictions=logits.float().numpy(), references=labels.numpy())
         return self.accuracies.compute() if compute_result else {}

@@ -85,7 +85,8 @@ class ImageTrainer(Trainer):
         eval_view (`Callable`): Makes an evaluation view of an image, see `Views`.
         mix (`Callable`, *optional*): Mixes the images and labels of a training batch, see `collate`.
         classes (sequence of `int`, *optional*): The model's index of each class of the data set, see `Views`.
-        saved_model (`PreTrainedModel`, *optional*): The model to save if `model` is only a part of it.
+        saved_model (`PreTrainedModel`, *optional*): The model to save. Default: `model`. The two differ if, for
+            example, `model` is only a part of the model to save.
         learning_rate_factors (`dict[str, float]`, *optional*): Factors of the learning rate by parameter name. FSDP
             replaces parameters but keeps their names.
         test_dataset (*optional*): Images to measure the best model on.
@@ -183,8 +184,8 @@ class ImageTrainer(Trainer):
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
         """Create the optimizer with a parameter group for each combination of weight decay and learning rate factor.
 
-        Vectors, scalars, position embeddings, [CLS] and names in `model.no_weight_decay()` have no weight decay. By
-        default, Transformers applies weight decay to position embeddings, [CLS] and layer scales.
+        Vectors, scalars, position embeddings, [CLS] and the parameters that `model.no_weight_decay()` names have no
+        weight decay. By default, Transformers applies weight decay to position embeddings, [CLS] and layer scales.
         """
         if self.optimizer is None:
             model = model or self.model
@@ -226,7 +227,8 @@ class ImageTrainer(Trainer):
         super().log(logs, start_time)
 
     def train(self, *args, **kwargs):
-        """Run `Trainer.train`. The first Ctrl-C saves a checkpoint and stops. An error closes the progress bar."""
+        """Run `Trainer.train`. The first Ctrl-C saves a checkpoint and stops. The progress bar is closed even after an
+        error."""
         self.first_step = None
         handler = None
         # Ctrl-C is only handled in a run with one process. With several processes, Ctrl-C ends all of them at once.
@@ -364,7 +366,8 @@ class ImageTrainer(Trainer):
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics of the saved model, by names without "eval_" or "test_". Test metrics replace evaluation metrics."""
+        """Metrics of the saved model. Names have no prefix "eval_" or "test_". Test metrics replace evaluation
+        metrics."""
         found = {}
         for record in self.state.log_history:
             prefix = "eval_" if record["step"] <= self.kept_step and "eval_runtime" in record else "test_"
@@ -414,7 +417,7 @@ def find_damaged_file(checkpoint: Path) -> Path | None:
     except (OSError, ValueError):
         return state_file
     for file in sorted(checkpoint.iterdir()):
-        # `torch.save` writes zip files. A truncated zip file lacks its directory, so `is_zipfile` is false.
+        # `torch.save` writes zip files. A truncated zip file lacks its central directory, so `is_zipfile` is false.
         if file.suffix in (".pt", ".pth", ".bin") and not zipfile.is_zipfile(file):
             return file
         if file.suffix == ".safetensors":
@@ -427,7 +430,8 @@ def find_damaged_file(checkpoint: Path) -> Path | None:
 
 
 def find_checkpoint(folder: str | Path) -> tuple[Path | None, list[Path]]:
-    """Return the newest complete checkpoint or None, and a list of damaged files, one of each newer checkpoint."""
+    """Return the newest complete checkpoint or None, and a list with the first damaged file of each newer
+    checkpoint."""
     damaged = []
     for checkpoint in list_checkpoints(folder):
         file = find_damaged_file(checkpoint)
@@ -483,11 +487,11 @@ def run_command(parser: ArgumentParser, make_trainer: Callable, argv: list[str] 
 
 
 def start(args: ImageTrainingArguments, *sources: str | None):
-    """Check the output folder and set the random seed. Call this before models and data are loaded.
+    """Check the output folder and set the random seed. Call `start` before models and data are loaded.
 
     Raises:
-        ValueError: If `output_dir` contains one of the models `sources`, or if it contains files but no run and
-            `overwrite_output_dir` is not set.
+        ValueError: If `output_dir` contains one of the models `sources`. Without `overwrite_output_dir`, also if
+            `output_dir` contains files but no run.
     """
     check_output_outside_input(args.output_dir, *sources)
     folder = Path(args.output_dir)

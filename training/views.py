@@ -190,7 +190,7 @@ class SetEpoch(TrainerCallback):
 def collate(
     samples: list[dict], formats: dict[str, ImageFormat], mix: Callable | None = None, seed: int = 0
 ) -> dict[str, torch.Tensor]:
-    """Return a batch of views: normalized pixels, masks, and numbers as int64 tensors.
+    """Return a batch of views. Pixels are normalized. Numbers, such as labels, become int64 tensors.
 
     Args:
         samples (`list[dict]`): Views.
@@ -212,8 +212,9 @@ def collate(
 
 
 def mixing(num_labels: int, mixup: float, cutmix: float):
-    """Return a transform of a batch that applies torchvision's `MixUp` or `CutMix`, chosen at random. A parameter of 0
-    turns its transform off. If both parameters are 0, return None."""
+    """Return a transform of a batch that applies torchvision's `MixUp` or `CutMix`, chosen at random. `mixup` and
+    `cutmix` are the parameters `alpha` of these transforms. The value 0 turns a transform off. If both are 0, return
+    None."""
     kinds = ((v2.MixUp, mixup), (v2.CutMix, cutmix))
     mixes = [kind(alpha=alpha, num_classes=num_labels) for kind, alpha in kinds if alpha]
     return v2.RandomChoice(mixes) if mixes else None
