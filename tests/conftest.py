@@ -70,13 +70,13 @@ def pytest_collection():
 
 @pytest.fixture(scope="module", autouse=True)
 def freeze_imported_objects():
-    """Freeze all objects (`gc.freeze`) before each test module, because `Trainer` starts garbage collections."""
+    """Freeze all objects before each test module: `gc.freeze` hides them from garbage collections by `Trainer`."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]):
-    """Sort tests so that long modules start first, because a long module that starts late delays the end."""
+    """Sort tests so that long modules start first. A long module that starts late would delay the end of the run."""
     if hasattr(config, "workerinput"):
         rank = {f"test_{name}": index for index, name in enumerate(LONG_MODULES)}
         items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
@@ -153,8 +153,8 @@ def scenes(tmp_path_factory) -> str:
 
 @pytest.fixture
 def write_parquet(tmp_path):
-    """Function that writes images to a parquet file and returns its path. An image's index determines its color and
-    its label. `corrupt` lists the indices of images with truncated bytes."""
+    """Function that writes images to a parquet file and returns the file's path. An image's index determines its color
+    and its label. `corrupt` lists the indices of images with truncated bytes."""
     import datasets
     import numpy as np
 

@@ -63,7 +63,6 @@ def tables(text: str) -> list[tuple[str, str]]:
 
 
 def split_comment(cell: str) -> tuple[str, str]:
-    """Return a cell's text and the HTML comment in the cell."""
     text, _, comment = cell.partition("<!-- ")
     return text.strip(), comment.removesuffix(" -->")
 

@@ -144,7 +144,7 @@ class TestSharing:
         ],
     )
     def test_dropout_of_the_reference(self, variant, dropout, branch_dropout):
-        """As in the reference implementation, agents that share weights have the ViT's dropout in branches."""
+        """Agents with shared weights have the ViT's dropout in residual branches, as in the authors' code."""
         agent = BootstrappedViTConfig.from_variant(variant).agent_config
         assert (agent.dropout, agent.branch_dropout) == (dropout, branch_dropout)
 

@@ -37,7 +37,8 @@ VISION = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "n
 VISION |= {"image_size": 32, "patch_size": 4}
 CLIP_TEXT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 CLIP_TEXT |= {"vocab_size": len(CLIP_WORDS), "max_position_embeddings": 16, "eos_token_id": len(CLIP_WORDS) - 1}
-# open_clip computes the intermediate size as width times a ratio. These sizes test rounding: 56 * (61 / 56) < 61.
+# open_clip multiplies the width by a ratio to get the intermediate size. In floating point, 56 * (61 / 56) is less
+# than 61, so these sizes test rounding.
 SIGLIP_TEXT = {"hidden_size": 56, "intermediate_size": 61, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIGLIP_TEXT |= {"vocab_size": len(WORDS), "projection_size": 64}
 SIGLIP_TEXT |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}

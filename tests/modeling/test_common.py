@@ -254,7 +254,8 @@ class ConvMixerCommonTest(FamilyTests, unittest.TestCase):
             shapes = [tuple(states.shape) for states in outputs.hidden_states]
             self.assertEqual(shapes, [(3, config.hidden_size, 8, 8)] * 3)
 
-    # `test_init_weights_can_init_buffers` initializes twice and expects equal buffers. Frozen filters are random.
+    # `test_init_weights_can_init_buffers` initializes a model twice and expects equal buffers, but frozen filters are
+    # random buffers.
     test_init_weights_can_init_buffers = None
 
 

@@ -1,6 +1,7 @@
 """Comparison of SparseFormers with the reference implementation: outputs, precisions, RoIs, initialization.
 
-The fixture files contain checkpoints of the reference implementation, their inputs and outputs, and sizes as metadata.
+The fixture files contain checkpoints of the reference implementation with their inputs and outputs. The files'
+metadata contains the sizes of the models.
 """
 
 import math

@@ -206,7 +206,7 @@ class TestPlainViTs:
     def test_a_trained_student_becomes_a_model_of_its_teachers_class(self, name, tmp_path):
         student = changed(inherit(read_anatomy(make(name))))
         host = student.to_plain_vit(16)
-        # A student of a whole CLIP or SigLIP becomes a vision model, which has another class.
+        # A student of a whole CLIP or SigLIP becomes a vision model, whose class is not the teacher's class.
         assert type(host) is type(make(name)) or name in ("clip", "siglip", "siglip2")
         host.save_pretrained(tmp_path)
         anatomy = read_anatomy(type(host).from_pretrained(tmp_path))

@@ -18,7 +18,6 @@ torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.5
 
 @pytest.fixture(scope="session")
 def class_names():
-    """Return the class names of CIFAR-10."""
     return ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 
 

@@ -82,7 +82,7 @@ def test_images_are_mixed_and_labels_smoothed_in_training_alone(tmp_path):
 
 @pytest.fixture
 def taught(tmp_path):
-    """Save an untrained ResNet teacher with its own normalization. Return distillation options and the ResNet."""
+    """Save a ResNet teacher with an image std of 0.25 (students: 0.5). Return distillation options and the ResNet."""
     torch.manual_seed(0)
     teacher = ResNetForImageClassification(ResNetConfig(**RESNET, num_labels=10)).eval()
     with torch.no_grad():
@@ -140,7 +140,7 @@ def test_the_kind_of_problem_is_single_labels(tmp_path):
     ],
 )
 def test_a_published_configuration_draws_the_start_again(model_type, initialization, options, tmp_path):
-    """With one seed, models of the original and of the saved configuration have equal initial weights."""
+    """With equal seeds, the saved configuration gives the initial weights of the original model."""
     torch.manual_seed(99)
     start = {"initialization": initialization, "initialization_options": options}
     sizes = {"convmixer": "hidden_size=16,num_hidden_layers=2", "agent_cnn": "image_size=32,patch_size=8"}
