@@ -177,10 +177,11 @@ class SparseFormerBaseConfig(BackboneConfigMixin, VisionConfig):
         num_register_tokens (`int`, *optional*, defaults to 0): Number of register tokens, which follow the [CLS]
             tokens.
         pooling (`str`, *optional*, defaults to `"cls"`):
-            Pooling of tokens to one embedding. `"cls"` concatenates the class tokens. `"class_mean"` averages the
-            class tokens, `"mean"` all tokens, and `"latent_mean"` the latent tokens. `"cls_and_latent_mean"`
-            concatenates [CLS] and the mean of the latent tokens (DINOv2's classifiers). `"attention"` pools all tokens
-            and `"latent_attention"` the latent tokens by the attention of a learned query (SigLIP, AIMv2).
+            Pooling of tokens to one embedding. `"cls"` concatenates the class tokens. `"class_mean"` is the mean of
+            the class tokens, `"mean"` is the mean of all tokens, and `"latent_mean"` is the mean of the latent tokens.
+            `"cls_and_latent_mean"` concatenates [CLS] and the mean of the latent tokens (DINOv2's classifiers).
+            `"attention"` pools all tokens by the attention of a learned query (SigLIP, AIMv2), and
+            `"latent_attention"` pools the latent tokens in the same way.
         pooled_class_tokens (sequence of `int`, *optional*):
             Indices of the class tokens that `"cls"` and `"class_mean"` pool (RADIO); all class tokens by default.
         pooling_num_attention_heads (`int`, *optional*): Heads of attention pooling; `num_attention_heads` by default.

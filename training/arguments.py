@@ -121,7 +121,8 @@ class DataArguments(DatasetArguments):
     )
     class_names: list[str] | None = argument(None, "Names of the labels 0, 1, … if the data set has none.")
     streaming: bool = argument(False, "Read training images while training; needs max_steps.")
-    # Splits on which the best epoch was chosen (`evaluated`) and tested (`tested`), for the model card.
+    # The split on which the best epoch was chosen (`evaluated`) and the split on which the model was tested
+    # (`tested`), for the model card.
     evaluated: str | None = field(default=None, init=False, repr=False)
     tested: str | None = field(default=None, init=False, repr=False)
 

@@ -41,7 +41,8 @@ from .text import shortened
 TIMM = "timm_wrapper"
 # Model types of VLMs whose projector accepts any number of tokens.
 SEQUENCE_VLMS = ("llava", "paligemma")
-# Model types of VLMs whose projector requires a grid of patches. Their processors may cut images into tiles.
+# Model types of VLMs whose projector requires a grid of patches. The processors of these VLMs may cut images into
+# tiles.
 GRID_VLMS = ("gemma3", "llava_onevision")
 # Modules that are not needed for image embeddings: parts for pretraining, and the pooler on top of [CLS].
 UNUSED_BY_EMBEDDINGS = frozenset({"pooler", "decoder", "mask_token"})

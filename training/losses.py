@@ -129,7 +129,7 @@ class MapAlignmentLoss(nn.Module):
 
 class MapAlignment:
     """`MapAlignmentLoss` between the feature maps of student and teacher. A backbone outputs feature maps. For other
-    students, tokens are scattered to the grid cells in their RoIs.
+    students, each token is scattered to the grid cells in the token's RoI.
 
     Args:
         student (`PreTrainedModel`): The student.
@@ -177,8 +177,8 @@ class TokenAlignment:
         teacher (`Anatomy`): The teacher.
         layers (`list[int]`, *optional*): Indices of the student's hidden states, for example -2, the default
             `vision_feature_layer` of LLaVA. Default: all.
-        distance (`str`): "normalized" compares tokens after a LayerNorm. "raw", for a LLaVA's vision tower, divides
-            the distance by the variance of the teacher's patches.
+        distance (`str`): "normalized" compares tokens after a LayerNorm. "raw" compares tokens without a LayerNorm,
+            and divides the distance by the variance of the teacher's patches. Use "raw" for a LLaVA's vision tower.
     """
 
     # Arguments of the student's forward pass that this loss requires.

@@ -195,8 +195,8 @@ def collate(
     Args:
         samples (`list[dict]`): Views.
         formats (`dict[str, ImageFormat]`): Maps the name of a pixel tensor to the format that normalizes its pixels.
-        mix (`Callable`, *optional*): Mixes the images and labels of a training batch. Its random numbers depend on
-            (seed, epoch, index of the first image).
+        mix (`Callable`, *optional*): Mixes the images and labels of a training batch. The random numbers of `mix`
+            depend on `seed`, the epoch and the index of the batch's first image.
         seed (`int`): Seed for `mix`.
     """
     batch = {}
