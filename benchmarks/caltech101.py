@@ -4,7 +4,7 @@
     python benchmarks/caltech101.py students --train TRAIN --test TEST --tokens 16 36 64 --steps 218
     python benchmarks/caltech101.py table
     python benchmarks/caltech101.py compare --test TEST --tome CHECKOUT --diffrate CHECKOUT
-    python benchmarks/caltech101.py picture --results-dir results
+    python benchmarks/caltech101.py shipped --test TEST --tome CHECKOUT --merged 8 20 --results-dir results
     python benchmarks/caltech101.py tome --train TRAIN --test TEST --tome CHECKOUT --merged 40
     python benchmarks/caltech101.py diffrate --train TRAIN --test TEST --diffrate CHECKOUT
     python benchmarks/caltech101.py features --model FOLDER --train TRAIN --test TEST
@@ -16,7 +16,8 @@
 - `table` averages all runs and writes caltech101_students.json, caltech101_adaptive.json and caltech101_elastic.png.
 - `compare` compares students, the teacher, ToMe (github.com/facebookresearch/ToMe) without tuning, and tuned DiffRate.
   The output is compare_caltech101.json and .png. For other data, --title changes the names of these files.
-- `picture` draws the results of `compare` again, with the accuracies of ToMe after the tuning by `tome`.
+- `shipped` compares the student and the teacher that ship, also with the teacher fine-tuned for smaller images
+  (shipped_caltech101.json and .png).
 - `tome` and `diffrate` (github.com/OpenGVLab/DiffRate) tune ToMe and DiffRate on the students' views with the
   students' loss. Before this tuning, `diffrate` searches DiffRate's rates with labels.
 - `features` bootstraps from the pretrained ViT without the images of 20 classes, and tests embeddings on these classes
@@ -42,8 +43,9 @@ from torchvision.transforms import v2
 from tqdm import tqdm
 
 import shared
-from frugalvit.baselines import WithTokens, load_students, load_teacher, load_teachers
-from frugalvit.compare import compare, describe_score, draw_comparison, embed_all
+from frugalvit import checkpoint_path
+from frugalvit.baselines import LOWER_RESOLUTION, Baseline, WithTokens, load_students, load_teacher, load_teachers
+from frugalvit.compare import compare, describe_score, embed_all
 from frugalvit.evaluation.knn import neighbor_scores
 from frugalvit.macs import count_macs
 from frugalvit.modeling.image_format import ImageFormat
@@ -85,6 +87,7 @@ METHODS = {
     "paper": "SparseFormer, the paper's start",
 }
 RESOLUTIONS = [56, 84, 112, 168]
+FINE_TUNED = "teacher, fine-tuned with labels for each size of images"
 CALTECH = "Caltech-101"
 # Labels of the classes whose images `compare_features` excludes from bootstrapping.
 LEFT_OUT = range(0, 100, 5)
@@ -295,12 +298,16 @@ def compare_all(arguments):
     if arguments.diffrate:
         model = tuned_diffrate(arguments, original, image_processor, seed)
         baselines.append(baseline("DiffRate, tuned", "DiffRate, tuned", model.cpu(), original, image_processor))
-    fast = choose_mixed_precision(torch.device("cpu")) == "bf16"
-    precisions = ["float32", "bf16"] if fast else ["float32"]
     images = sample(load_images([arguments.test], "train"), arguments.limit, seed)
-    rows = compare(baselines, images, batch_size=32, precisions=precisions, rounds=arguments.rounds)
+    rows = measure(arguments, baselines, images)
     data = f"{arguments.title}, test images chosen at random, 224 px"
     shared.write_comparison(arguments, f"compare_{file_name(arguments)}", len(images), rows, data=data)
+
+
+def measure(arguments, baselines: list[Baseline], images: datasets.Dataset) -> list[dict]:
+    fast = choose_mixed_precision(torch.device("cpu")) == "bf16"
+    precisions = ["float32", "bf16"] if fast else ["float32"]
+    return compare(baselines, images, batch_size=32, precisions=precisions, rounds=arguments.rounds)
 
 
 def file_name(arguments) -> str:
@@ -425,23 +432,39 @@ def classified_rightly(
     return {name: torch.stack(draws).double().mean(0) for name, draws in right.items()}
 
 
-def draw_picture(arguments):
-    """Draw the results of the command `compare`, with accuracies of tuned ToMe from the command `tome`."""
-    name = f"compare_{file_name(arguments)}"
-    rows, tuned = (
-        json.loads((arguments.results_dir / file).read_text(encoding="utf-8"))["rows"]
-        for file in (f"{name}.json", f"{file_name(arguments)}_tome.json")
-    )
-    tuned = {f"ToMe, {row['merged']} a block": row["accuracy"] for row in tuned if row["seed"] is not None}
-    methods = {
-        "ToMe, not tuned": "ToMe, tuned at the least cost",
-        METHODS["paper"]: f"{METHODS['paper']}, 6,976 views (paper: 25 million)",
-    }
-    for row in rows:
-        row["method"] = methods.get(row["method"], row["method"])
-        if row["model"] in tuned:
-            row |= {"accuracy": tuned[row["model"]], "accuracy_error": None}
-    save_figure(draw_comparison(rows), arguments.results_dir / f"{name}.png")
+def compare_shipped(arguments):
+    """Compare the shipped student with its teacher, the teacher on smaller images, before and after fine-tuning, and
+    ToMe. Other seeds of the student and the fine-tuned teachers are those of `students` and of small_images.py."""
+    teacher = str(checkpoint_path("caltech101-vit"))
+    baselines = load_teachers(teacher, "ViT-S/14", RESOLUTIONS)
+    baselines += load_students(str(checkpoint_path("caltech101-sparseformer")), METHODS["elastic"], "student")
+    if arguments.tome:
+        original, image_processor = load_teacher(teacher)
+        baselines += [merging(original, image_processor, arguments.tome, merged) for merged in arguments.merged]
+    images = load_images([arguments.test], "train")
+    rows = measure(arguments, baselines, images)
+    tuned = shared.read_rows(arguments.results_dir / "small_images_caltech101.json")
+    runs = [json.loads(file.read_text()) for file in arguments.runs_dir.glob("elastic-64tokens-*/measured.json")]
+    for row in [*rows]:
+        accuracies = [
+            each["accuracy"]
+            for each in tuned
+            if (each["method"], each["rate"], each["pixels"]) == ("with labels", 2e-5, row["image_size"][0])
+        ]
+        if row["method"] == LOWER_RESOLUTION and accuracies:
+            others = dict.fromkeys(name for name in row if name.startswith(("accuracy", "cosine", "neighbors")))
+            about = {"model": f"{row['model']}, fine-tuned", "method": FINE_TUNED}
+            rows.append(row | others | about | {"accuracy": accuracies[0]} | over_seeds(accuracies))
+        elif row["method"] == METHODS["elastic"]:
+            found = [each for run in runs for each in run if each.get("tokens") == row["tokens"] - 1]
+            row |= over_seeds([row["accuracy"], *(each["test"]["accuracy"] for each in found)])
+    data = f"{arguments.title}, all test images, 224 px"
+    shared.write_comparison(arguments, "shipped_caltech101", len(images), rows, data=data)
+
+
+def over_seeds(accuracies: list[float]) -> dict:
+    """Return the mean and the standard deviation of accuracies of the same training with different seeds."""
+    return {"mean": statistics.mean(accuracies), "spread": shared.spread(accuracies), "seeds": len(accuracies)}
 
 
 def make_table(arguments):
@@ -530,8 +553,8 @@ COMMANDS = {
     "teacher": (train_teacher, ("model", "train", "test")),
     "students": (train_students, ("train", "test")),
     "table": (make_table, ()),
-    "picture": (draw_picture, ()),
     "compare": (compare_all, ("test",)),
+    "shipped": (compare_shipped, ("test",)),
     "tome": (measure_peers, ("train", "test", "tome")),
     "diffrate": (measure_peers, ("train", "test", "diffrate")),
     "features": (compare_features, ("model", "train", "test")),
