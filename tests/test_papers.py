@@ -12,7 +12,9 @@ from frugalvit.cli import COMMANDS
 
 
 ROOT = Path(__file__).resolve().parents[1]
-HEADER = ["item", "what it says", "place", "command", "results", "where paper, code and ours differ"]
+PLACE = "file and function"
+DIFFERENCES = "differences between the paper, its authors' code and ours"
+HEADER = ["item", "content of the item", PLACE, "command", "results", DIFFERENCES]
 
 
 def read_lines() -> list[dict[str, str]]:
@@ -59,7 +61,7 @@ def test_places_exist(page):
 
 
 def test_places_are_named_as_file_and_symbol():
-    for place in {place for line in LINES for place in named(line["place"])}:
+    for place in {place for line in LINES for place in named(line[PLACE])}:
         assert re.fullmatch(r"[\w/]+\.py:[\w.]+", place), place
 
 
