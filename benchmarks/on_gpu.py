@@ -38,7 +38,8 @@ from token_merging import tome
 
 # Time limit of each section in seconds. After this time, no further row of the section is measured.
 SECONDS = {"papers": 160, "student": 150, "bootstrap": 70, "agreement": 30}
-MODES = ("eager", "compiled")
+# The last mode is the time of the matrix products of the linear layers alone.
+MODES = ("eager", "compiled", "products")
 BATCH_SIZES = (1, 64, 256)
 IMAGE_SIZE = 224
 TEACHER = "checkpoints/caltech101-vit"
@@ -98,6 +99,8 @@ def speed(make: Callable[[], nn.Module], mode: str, batch_size: int) -> dict:
     if mode == "compiled":
         torch.compiler.reset()
         model = torch.compile(model, mode="reduce-overhead", dynamic=False)
+    elif mode == "products":
+        model = shared.MatrixProducts(model, pixel_values)
     return with_memory(lambda: images_per_second({"": model}, pixel_values)[""])
 
 

@@ -248,6 +248,28 @@ def build_model(name: str) -> nn.Module:
     return SparseFormerForImageClassification(SparseFormerConfig.from_variant(name)).eval()
 
 
+class MatrixProducts(nn.Module):
+    """The matrix products of a model's linear layers, without the model's other operations. The inputs are random and
+    have the shapes that the linear layers get for `pixel_values`."""
+
+    def __init__(self, model: nn.Module, pixel_values: torch.Tensor):
+        super().__init__()
+        self.calls = []
+        hooks = [
+            module.register_forward_pre_hook(lambda layer, given: self.calls.append((layer, given[0])))
+            for module in model.modules()
+            if isinstance(module, nn.Linear)
+        ]
+        with torch.inference_mode():
+            model(pixel_values)
+            self.calls = [(layer, torch.randn_like(given)) for layer, given in self.calls]
+        for hook in hooks:
+            hook.remove()
+
+    def forward(self, _: torch.Tensor) -> list[torch.Tensor]:
+        return [layer(given) for layer, given in self.calls]
+
+
 def measure_speeds(
     models: Mapping[str, nn.Module],
     size: int,

@@ -35,7 +35,11 @@ def test_an_interrupted_run_resumes(tmp_path, monkeypatch):
 @pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:The image decoding and encoding capabilities of TorchVision")
 def test_every_section_is_measured(tmp_path, monkeypatch):
-    small = {"SIZES": {"tiny": ("cifar10-sparseformer", None, "cifar10-vit")}, "IMAGE_SIZE": 32, "MODES": ("eager",)}
+    small = {
+        "SIZES": {"tiny": ("cifar10-sparseformer", None, "cifar10-vit")},
+        "IMAGE_SIZE": 32,
+        "MODES": ("eager", "products"),
+    }
     small |= {"BATCH_SIZES": (1, 2), "STEPS": 1, "STEP_SIZE": 2, "COUNTS": [4, 16]}
     small |= {"TEACHER": "checkpoints/cifar10-vit", "STUDENT": "checkpoints/cifar10-sparseformer"}
     for name, value in small.items():
@@ -49,4 +53,4 @@ def test_every_section_is_measured(tmp_path, monkeypatch):
     assert {row["section"] for row in rows} == set(on_gpu.SECONDS)
     # FlashAttention needs a GPU, so its rows fail on a CPU.
     failed = {row["row"] for row in rows if "error" in row and "flash_attention_2" not in row["row"]}
-    assert not failed and len(rows) > 20
+    assert not failed and len(rows) > 35
