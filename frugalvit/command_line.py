@@ -25,7 +25,7 @@ class CommandParser(ArgumentParser):
             if not settings.pop("required", False):
                 settings["nargs"] = "*" if "nargs" in settings else "?"
         if settings.get("const") is True:
-            # A switch must not take a value: it would consume the positional argument that follows.
+            # If a switch took a value, it would consume the positional argument that follows the switch.
             settings = {name: value for name, value in settings.items() if name not in ("type", "nargs", "const")}
             settings["action"] = "store_true"
             if settings["default"]:

@@ -155,7 +155,7 @@ def compare(
     report: Callable[[list[dict[str, object]]], None] = lambda rows: None,
     **reading,
 ) -> list[dict[str, object]]:
-    """Measure baselines on the same images. Measuring speeds converts the models to the last of `precisions`.
+    """Measure baselines on the same images. The speed measurement leaves the models in the last of `precisions`.
 
     Args:
         baselines (sequence of `Baseline`): Models in float32, the teacher first.

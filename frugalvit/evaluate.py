@@ -50,7 +50,7 @@ class ClassificationOptions(EvaluateOptions, SplitOptions, ReadingOptions, Token
 @dataclass(kw_only=True)
 class KnnOptions(EvaluateOptions, SplitOptions, ReadingOptions):
     """Accuracy of a nearest-neighbor classifier on a model's embeddings. The labeled images with the highest cosine
-    similarity vote, with weights exp(cosine / 0.07) (DINO, Caron et al. 2021)."""
+    similarity to an image vote on its class, with weights exp(cosine / 0.07) (DINO, Caron et al. 2021)."""
 
     model: str = argument(
         help="SparseFormer, vision transformer or CLIP: folder or hub id (@revision, too), or "
@@ -90,8 +90,7 @@ class ZeroShotOptions(EvaluateOptions, SplitOptions, ReadingOptions):
 
 @dataclass(kw_only=True)
 class RetrievalOptions(EvaluateOptions, ReadingOptions):
-    """Recall of image-to-text and text-to-image retrieval. The results are recall at 1, 5 and 10 in percent, among all
-    images and captions."""
+    """Recall at 1, 5 and 10 of image-to-text and text-to-image retrieval among all images and captions, in percent."""
 
     model: str = argument(help=CLIP)
     vision_model: str | None = argument(None, VISION_MODEL)

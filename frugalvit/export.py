@@ -55,8 +55,8 @@ PLAIN = "transformers"
 class ExportOptions(OutputOptions, SplitOptions, TokenOptions):
     """Write a model for another runtime, and compare its outputs with the original's. The folder has programs,
     preprocessing, labels, and a card with code that runs the model without PyTorch and frugalvit. The commands
-    predict, evaluate and demo can load the folder. With format transformers, a student with an inherited start is
-    written as a model of its teacher's class."""
+    predict, evaluate and demo can load the folder. The format transformers is for students trained with
+    --focusing inherited. It writes such a student as a model of its teacher's class."""
 
     model: str = argument(help="Model folder or hub id (@revision, too).")
     format: str = argument("onnx", "Runtime, or transformers.", choices=[*FORMATS, PLAIN])

@@ -10,7 +10,7 @@ from pathlib import Path
 from .training.files import write_text
 
 
-# npm package of the browser's runtime, and its files that the page loads.
+# npm package of the browser's runtime, and the package's files that the page loads.
 PACKAGE = "onnxruntime-web@1.30.0"
 RUNTIME_FILES = ("ort.wasm.bundle.min.mjs", "ort-wasm-simd-threaded.wasm")
 

@@ -62,7 +62,7 @@ class Part(nn.Module):
 
     Args:
         model (`PreTrainedModel`): The model.
-        kind (`str`): `"model"` for a whole model, `"image_embeds"` or `"text_embeds"` for a side of a CLIP.
+        kind (`str`): `"model"` for a whole model, `"image_embeds"` or `"text_embeds"` for one encoder of a CLIP.
         output_rois (`bool`, *optional*, defaults to `False`): Also return RoIs and sampling points.
     """
 
@@ -237,7 +237,8 @@ def is_exported(folder: str | os.PathLike) -> bool:
 
 
 def read_report(folder: Path) -> dict:
-    """Read `report.json` of an exported folder. Raise a ValueError if loading could run code or a file is damaged."""
+    """Read `report.json` of an exported folder. Raise a ValueError if a file is damaged, or if loading the
+    folder could run code."""
     try:
         report = json.loads((folder / REPORT).read_text(encoding="utf-8"))
         manifest = (folder / MANIFEST).read_text(encoding="utf-8")

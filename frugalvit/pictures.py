@@ -33,16 +33,17 @@ def draw_rois(
 ) -> Figure:
     """Draw the RoIs and sampling points of tokens (figure 3 of the bootstrapping paper).
 
-    Each image has a row with the image, the RoIs of the first, third and last focusing step, and the last sampling
+    Each row of the figure shows an image, the RoIs of the first, third and last focusing step, and the last sampling
     points.
 
     Args:
         images (sequence of `torch.Tensor` of shape `(channels, height, width)`):
             The model's input images with values from 0 to 1, see `restore_images`.
         rois (sequence of `torch.Tensor` of shape `(images, tokens, 4)`):
-            RoIs of each step, from a call with `output_rois=True`. If RoIs overlap, at most `MOST_BOXES` are drawn.
+            RoIs of each step, which the model returns with `output_rois=True`. If RoIs overlap, at most `MOST_BOXES`
+            are drawn.
         sampling_points (sequence of `torch.Tensor` of shape `(images, tokens, points, 2)`, *optional*):
-            Sampling points from the call that returned `rois`.
+            Sampling points, which the model returns with the RoIs.
         captions (sequence of `str`, *optional*): Captions of the rows.
         all_steps (`bool`, *optional*, defaults to `False`):
             Draw the RoIs of all steps (figures 1 and 2 of the supplement).

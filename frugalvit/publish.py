@@ -143,7 +143,7 @@ def copy_companions(source: Path, folder: Path):
 
 
 def write_card(model: PreTrainedModel, folder: Path, license: str | None = None, repo_id: str | None = None):
-    """Fill in the license and the hub id of the folder's card. If there is no card, write a short card first."""
+    """Write the license and the hub id into the folder's model card. If there is no card, write a short card first."""
     file = folder / "README.md"
     if not file.is_file():
         model_card(model).save(file)

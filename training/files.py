@@ -64,7 +64,7 @@ def find_model(name: str | os.PathLike) -> tuple[str, dict[str, str]]:
     """Check that a name is a folder or has the form of a hub id, and return the result of `split_revision`.
 
     Raises:
-        ValueError: If the name is no folder and cannot be a hub id. The hub is not contacted.
+        ValueError: If the name is not a folder and does not have the form of a hub id. The hub is not contacted.
     """
     found, revision = split_revision(name)
     if os.path.exists(found) or re.fullmatch(r"\w[\w.-]*/[\w.-]+", found):
@@ -224,7 +224,8 @@ def _check_free(output: Path, overwrite: bool):
 
 
 def unexpected_files(folder: Path) -> list[str]:
-    """Return the names of files and folders in `folder` that do not belong to a model, such as checkpoints."""
+    """Return the names of files and folders in `folder` that are not part of a saved model, for example a training's
+    checkpoints."""
     card = folder / "README.md"
     card = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
     rooms = (files(f"frugalvit.{room}") for room in ("configuration", "modeling"))
@@ -244,7 +245,7 @@ def unexpected_files(folder: Path) -> list[str]:
 
 
 def is_picture_of(card: str, path: Path) -> bool:
-    """Return whether a path is a PNG file whose name occurs in the card's text."""
+    """Return whether a path is a PNG file whose name occurs in `card`, the text of a model card."""
     return path.suffix == ".png" and re.search(rf"(?<![\w.-]){re.escape(path.name)}", card) is not None
 
 

@@ -67,8 +67,8 @@ class JointArguments(SmallDataArguments):
     num_train_epochs: float = argument(240, "Epochs, over which the weight of the hints decays linearly to 0.")
     per_device_train_batch_size: int = argument(64, "Training batch size on each device.")
     max_grad_norm: float = argument(0.0, "Norm to which the gradient of both models is clipped; 0 turns it off.")
-    # The authors' code only clips gradients of base variants. So the default is 0, and recipes of base variants set a
-    # norm.
+    # The authors' code clips gradients of base variants only. The default is therefore 0, and the recipes of base
+    # variants set a norm.
     vit_max_grad_norm: float = argument(0.0, "Norm to which the gradient of the ViT alone is clipped; 0 turns it off.")
     padding_mode: str = argument(
         "constant", "Content of the padding: the reflected image, or black.", choices=["reflect", "constant"]

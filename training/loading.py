@@ -69,7 +69,7 @@ class Task:
             configuration is of another kind of model.
         optional_weights (`frozenset[str]`): Names of modules whose weights may be missing or left over.
         processor_class (`type` or `None`): Auto class of the model's processor, or `None` to load no processor.
-        needs_rgb (`bool`): Whether the model's images must have three channels. Files are read as RGB.
+        needs_rgb (`bool`): Whether to refuse models without three input channels. Image files are read as RGB.
     """
 
     kind: str
@@ -279,8 +279,8 @@ def check_complete(
 
 @contextmanager
 def loading_errors(name: str | os.PathLike, kind: str):
-    """Convert `LOADING_ERRORS` to a ValueError whose message is one line with the model's name. Turn off Transformers'
-    logs and progress bars in the `with` block."""
+    """In a `with` block, convert `LOADING_ERRORS` to a ValueError whose message is one line with the model's name, and
+    turn off Transformers' logs and progress bars."""
     verbosity = logging.get_verbosity()
     shows_progress = logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.CRITICAL)

@@ -84,7 +84,7 @@ class AlignmentLoss(nn.Module):
         if args.label_loss_weight:
             loss = loss + args.label_loss_weight * F.cross_entropy(student_head(student_embedding), labels)
         if self.predicts_attention and outputs.attention_forecast is not None:
-            # This term needs no factor, because no other term trains the weights that predict attention.
+            # The attention loss needs no factor, because no other loss trains the weights that predict attention.
             loss = loss + attention_loss(outputs.attention_forecast, attention)
         if self.align_tokens:
             loss = loss + args.token_loss_weight * self.align_tokens(outputs, tokens)
@@ -94,7 +94,7 @@ class AlignmentLoss(nn.Module):
 
 
 class MapAlignmentLoss(nn.Module):
-    """Distance of feature maps from a teacher's feature maps, averaged over grid cells and layers.
+    """Distance between feature maps of a student and of a teacher, averaged over grid cells and layers.
 
     First, the teacher's map is averaged over all cells of an image, and this mean is subtracted from the student's map
     and from the teacher's map, because a vector that all cells share does not distinguish cells. The distance at a
@@ -128,14 +128,14 @@ class MapAlignmentLoss(nn.Module):
 
 
 class MapAlignment:
-    """`MapAlignmentLoss` between the feature maps of student and teacher. A backbone outputs feature maps. For other
-    students, each token is scattered to the grid cells in the token's RoI.
+    """Compute `MapAlignmentLoss` between the feature maps of student and teacher. If the student is a backbone, its
+    feature maps are used. Otherwise, the student's tokens are scattered to a map, each token to the cells in its RoI.
 
     Args:
         student (`PreTrainedModel`): The student.
         teacher (`Anatomy`): The teacher.
-        layers (`list[int]`, *optional*): Negative indices of layers. Default: the `out_indices` of a backbone, or the
-            last layer of other students.
+        layers (`list[int]`, *optional*): Negative indices of layers. Default: the `out_indices` of a student that is a
+            backbone, or the last layer of any other student.
     """
 
     def __init__(self, student: nn.Module, teacher: Anatomy, layers: list[int] | None = None):
@@ -212,14 +212,15 @@ class TokenAlignment:
         return torch.stack(losses).mean()
 
     def patch_weights(self, rois: torch.Tensor) -> torch.Tensor:
-        """Return the weights of the teacher's patches for each token, `(batch, tokens, patches)`. A weight is the mean
-        of the bilinear weights at a grid of points in the token's RoI. Points are clamped to the image."""
+        """Return the weights `(batch, tokens, patches)` with which the teacher's patches are averaged for each token.
+        The average is over a grid of points in the token's RoI. A point's value is interpolated bilinearly between
+        patches. Points are clamped to the image."""
         steps = (torch.arange(POINTS, device=rois.device) + 0.5) / POINTS
         y, x = torch.meshgrid(steps, steps, indexing="ij")
         low = rois[..., None, :2]
         high = rois[..., None, 2:]
         points = low + torch.stack([x, y], dim=-1).flatten(0, 1) * (high - low)
-        # Sampling a patch's one-hot map returns the patch's weights. All layers and channels share these weights.
+        # Sampling the one-hot map of a patch at a point returns the weight of the patch at this point.
         patches = self.grid[0] * self.grid[1]
         one_hot = torch.eye(patches, device=rois.device).view(1, patches, *self.grid).expand(len(rois), -1, -1, -1)
         return sample_features(one_hot, points, padding_mode="border").mean(2)

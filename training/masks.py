@@ -56,8 +56,8 @@ def load_masked_images(
         dataset (`str` or `list[str]`):
             A data set that `load_table` reads, with columns of images and masks; a folder with `images/SPLIT/NAME.jpg`
             and `annotations/SPLIT/NAME.png` (or `masks` or `labels` instead of `annotations`), as in ADE20K; or a
-            folder with `SPLIT/NAME.jpg` and labelme's `SPLIT/NAME.json`. A folder without splits has these paths
-            without SPLIT.
+            folder with `SPLIT/NAME.jpg` and labelme's `SPLIT/NAME.json`. In a folder without splits, `SPLIT/` is
+            left out of the paths.
         split (`str`): Split to load.
         name (`str`, *optional*): Name of a configuration, for hub data sets with several configurations.
         image_column, mask_column (`str`, *optional*): Names of the columns. Required if the columns are ambiguous.

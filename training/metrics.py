@@ -25,7 +25,7 @@ class TopKAccuracy(_Metric):
     """Share of images with a correct label among the k labels with the highest scores.
 
     `add_batch` takes scores `(batch, labels)` and references `(batch,)`. If images have several labels, references are
-    `(batch, max_labels)` and padded with -1. The result has the key `accuracy` for k = 1, `top5_accuracy` for k = 5.
+    `(batch, max_labels)` and padded with -1. The result's key is `accuracy` for k = 1, and `top5_accuracy` for k = 5.
     """
 
     def __init__(self, k: int = 1):

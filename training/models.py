@@ -130,7 +130,7 @@ def initialization_arguments(name: str, text: str) -> dict:
 
 
 def configure_initialization(config: PreTrainedConfig, name: str, text: str) -> bool:
-    """Configure the initialization of a new model. Return whether the model's class applies the initialization."""
+    """Configure the initialization of a new model. Return whether the model's class supports `name`."""
     values = initialization_arguments(name, text)
     if name == "default":
         return True
@@ -211,8 +211,7 @@ def learning_rate_factors(model: torch.nn.Module, head_multiplier: float, layer_
 
 
 def classifiers_inside(base: torch.nn.Module) -> tuple[str, ...]:
-    """Return the prefixes of the names of classifier parameters in a base model. Only timm's base models have
-    classifiers."""
+    """Return the name prefixes of classifier parameters in a base model. Only timm's base models have classifiers."""
     if not is_timm(base):
         return ()
     heads = base.get_classifier()

@@ -13,8 +13,8 @@ LONGEST = 32
 
 
 def prepare_images(image_processor, images: Sequence[Image.Image]) -> torch.Tensor:
-    """Return the `pixel_values` that an image processor makes of RGB images. If the processor center-crops images,
-    very long images are cropped first: resizing a long image as a whole takes much memory."""
+    """Return the `pixel_values` that an image processor computes from RGB images. If the processor center-crops,
+    very long images are cropped first, because resizing a very long image as a whole takes much memory."""
     if _keeps_middle(image_processor):
         images = [middle_of(image) for image in images]
     return image_processor(list(images), return_tensors="pt")["pixel_values"]

@@ -6,9 +6,9 @@
 
 Gao et al., *Bootstrapping SparseFormers from Vision Foundation Models* (CVPR 2024), section 4.1, use the settings of
 ViT-Adapter (Chen et al. 2023), but with 80,000 iterations and larger batches. The defaults are ViT-Adapter's settings
-for AugReg models. ViT-Adapter has different settings for base and large models. The defaults of the head's learning
-rate factor (10), weight decay (0.01) and drop path (0.3) are for base models (large: 1, 0.05, 0.4). The default of the
-layer decay (0.95) is for large models (base: 1).
+for AugReg models. Some of these settings depend on the model's size. Three defaults are those for base models: weight
+decay 0.01 (large: 0.05), drop path 0.3 (large: 0.4), and the factor 10 (large: 1) of the head's learning rate. The
+default layer decay of 0.95 is the one for large models (base: 1).
 """
 
 from collections.abc import Sequence
@@ -284,7 +284,7 @@ class SegmentationTrainer(ImageTrainer):
 
 
 def build_model(options: SegmenterArguments, data: MaskedDataArguments, reduce_labels: bool):
-    """Return a model for the images' classes, in float32, and the model's image processor."""
+    """Return a float32 segmentation model and the model's image processor."""
     labels = {"num_labels": data.num_labels} if data.num_labels else {}
     if data.class_names:
         labels = label_fields(data.class_names)

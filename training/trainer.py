@@ -320,7 +320,7 @@ class ImageTrainer(Trainer):
                 raise ValueError(f"resume_from_checkpoint is {checkpoint}, whose {file.name} is missing or damaged.")
         elif args.overwrite_output_dir:
             if args.should_save:
-                # Folders without the file `TRAINER_STATE_NAME` are kept, because `Trainer` may not have written them.
+                # Folders without the file `TRAINER_STATE_NAME` are kept, because other programs may have made them.
                 for path in list_checkpoints(folder):
                     if (path / TRAINER_STATE_NAME).is_file():
                         shutil.rmtree(path)
@@ -490,8 +490,8 @@ def start(args: ImageTrainingArguments, *sources: str | None):
     """Check the output folder and set the random seed. Call `start` before models and data are loaded.
 
     Raises:
-        ValueError: If `output_dir` contains one of the models `sources`. Without `overwrite_output_dir`, also if
-            `output_dir` contains files but no run.
+        ValueError: If `output_dir` is or contains one of the model folders `sources`, or if it contains files but no
+            earlier run and `overwrite_output_dir` is not set.
     """
     check_output_outside_input(args.output_dir, *sources)
     folder = Path(args.output_dir)

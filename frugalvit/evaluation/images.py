@@ -21,8 +21,8 @@ from ..training.text import shortened
 def images_to_evaluate(arguments: argparse.Namespace, held_back: bool = False) -> tuple[datasets.Dataset, str]:
     """Load images for an evaluation, and return them with the name of their split. Without `arguments.split`, the
     split is the first evaluation split that has labels, or "train" if the data set has no evaluation split. If
-    "train" is chosen in this way and `held_back` is True, only images that training commands do not train on are
-    returned (the second result of `hold_back`)."""
+    "train" is chosen in this way and `held_back` is True, only the images of "train" that training commands hold back
+    are returned (see `hold_back`)."""
     splits = [arguments.split]
     is_held_back = False
     if not arguments.split:

@@ -69,9 +69,10 @@ def embed_all_images(towers: TwoTowers, images: datasets.Dataset, batch_size: in
 def retrieval_recall(
     image_embeddings: torch.Tensor, text_embeddings: torch.Tensor, owners: torch.Tensor
 ) -> dict[str, float]:
-    """Measure recall at 1, 5 and 10 in percent. If the best correct candidate and wrong candidates are equally similar
-    to the query, these candidates have a random order. The query's score is then the probability that the best correct
-    candidate is among the first k.
+    """Measure recall at 1, 5 and 10 in percent.
+
+    Equally similar candidates have a random order. If wrong candidates are as similar to the query as the best correct
+    candidate, the query's score is the probability that the best correct candidate is among the first k.
 
     Args:
         image_embeddings (`torch.Tensor`): Normalized embeddings `(images, width)`.

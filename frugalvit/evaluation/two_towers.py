@@ -42,7 +42,7 @@ class TwoTowers:
 
 
 def name_models(arguments: argparse.Namespace) -> dict[str, str]:
-    """Return the names of the evaluated models, as entries of the results."""
+    """Return the entries of the results that name the evaluated models."""
     return {"model": arguments.model} | ({"vision_model": arguments.vision_model} if arguments.vision_model else {})
 
 

@@ -1,4 +1,4 @@
-"""Zero-shot classification of images with sentences about each class."""
+"""Zero-shot classification of images. Each class is described by sentences."""
 
 import argparse
 from collections.abc import Sequence
@@ -29,7 +29,8 @@ def run(arguments: argparse.Namespace) -> dict[str, object]:
 
 
 def read_names(source: str | None, images: datasets.Dataset) -> list[str]:
-    """Return class names from `source`: "imagenet", a file with a name on each line, or `None` for the data set."""
+    """Return class names from `source`: "imagenet", or a file with a name on each line. `None` means the data set's
+    own class names."""
     known = class_names(images)
     if known is None:
         raise ValueError("The data set has no labels to compare with; name their column with label_column.")
