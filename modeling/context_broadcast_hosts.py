@@ -19,8 +19,8 @@ from .hosts.anatomy import find
 _ATTENTIONS = ("attention", "self_attn", "attn")
 _MLPS = ("mlp", "ffn")
 _SECOND_LINEARS = ("fc2", "down_proj", "dense2", "c_proj")
-# Keys: classes of blocks whose attention returns windows. Values: name of the module in the block that gets the merged
-# windows as its input.
+# Keys: classes of blocks whose attention returns tokens in windows. Values: name of the block's child whose input
+# is the merged windows.
 _AFTER_ATTENTION = {"SwinLayer": "drop_path", "SwinTransformerBlock": "drop_path1", "SwinTransformerV2Block": "norm1"}
 
 
@@ -97,7 +97,7 @@ def insert_context_broadcast(
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the transformer blocks of a model: members of module lists that have an attention and an MLP."""
+    """Return a model's transformer blocks. A block is a member of a module list and has an attention and an MLP."""
     return [
         block
         for name, block in model.named_modules()
@@ -108,8 +108,9 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def load_context_broadcast(model: nn.Module, folder: str | Path, loading_info: dict | None = None):
-    """Restore Context Broadcasting in a model after `from_pretrained`. The arguments are in `config.context_broadcast`
-    and the weights are in `folder`. A model without `config.context_broadcast` does not change.
+    """Restore Context Broadcasting in a model after `from_pretrained`. The arguments of `insert_context_broadcast` are
+    read from `config.context_broadcast`, and the weights are read from `folder`. A model without
+    `config.context_broadcast` does not change.
 
     Args:
         model (`PreTrainedModel`): The model. It is changed in place.
@@ -119,7 +120,7 @@ def load_context_broadcast(model: nn.Module, folder: str | Path, loading_info: d
             weights are removed from `loading_info["unexpected_keys"]`.
 
     Raises:
-        ValueError: if weights of Context Broadcasting are missing.
+        ValueError: if `folder` lacks weights of Context Broadcasting.
     """
     arguments = getattr(model.config, "context_broadcast", None)
     if not isinstance(arguments, dict) or has_context_broadcast(model):

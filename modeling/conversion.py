@@ -1,7 +1,8 @@
 """Conversion of checkpoints of the SparseFormer authors' implementation (github.com/showlab/sparseformer).
 
 Most fields of the configuration follow from the names and shapes of the checkpoint's tensors. The other fields are
-taken from the papers' model variants: iterations of v1, epsilons, attention heads, activations, image normalization.
+taken from the papers' model variants: epsilons, attention heads, activations, image normalization and, for v1, the
+number of iterations.
 """
 
 import re
@@ -122,7 +123,7 @@ def infer_sizes(state_dict: dict[str, torch.Tensor], variant: str) -> dict:
         "num_channels": num_channels,
         "num_sampling_points": shapes["layers.0.roi_offset_bias"][0] // 2,
         "num_mixed_points": shapes["layers.0.adaptive_mixing.out_proj.weight"][1] // stem_channels,
-        # If the focusing layers have different bottlenecks, None makes each bottleneck a quarter of the layer's width.
+        # If the focusing layers have different bottlenecks, None makes each bottleneck a quarter of its layer's width.
         "mixing_hidden_size": bottlenecks.pop() if len(bottlenecks) == 1 else None,
         "stem_channels": stem_channels,
         "focusing_hidden_size": shapes["initial_embedding.weight"][1],

@@ -10,7 +10,7 @@ from .layers import in_float32, resize
 from .segmentation_head import geometric_bias
 
 
-# Largest side of a grid cell, in pixels, in `MapUpsampler`. If the cells are larger, the image is scaled down.
+# `MapUpsampler` scales the image down if the side of a grid cell is longer than this number of pixels.
 MOST_POINTS = 8
 
 

@@ -26,8 +26,8 @@ def initial_rois(num_tokens: int, counts: Sequence[int] = ()) -> torch.Tensor:
     formula divides by zero, so all RoIs are the whole image.
 
     A model can be trained with several numbers of tokens. `num_tokens` is then the largest of these numbers, and
-    `counts` are the other numbers in ascending order. The first `counts[0]` tokens form a grid. The tokens that each
-    larger number adds form a further grid.
+    `counts` are the other numbers in ascending order. The first `counts[0]` tokens get RoIs by the rule above. The
+    tokens that each larger number adds get RoIs by the same rule, as if they were the only tokens.
     """
     if counts:
         added = [high - low for low, high in zip([0, *counts], [*counts, num_tokens], strict=False)]
@@ -133,10 +133,10 @@ class ClipGradient(torch.autograd.Function):
 def encode_rois(rois: torch.Tensor, hidden_size: int, kind: str = "reference") -> torch.Tensor:
     """Return the sinusoidal encoding, `(batch, tokens, hidden_size)` float32, of RoIs, `(batch, tokens, 4)`.
 
-    `kind="paper"` follows supplement A.2 of the bootstrapping paper. A coordinate has hidden_size/8 frequencies from 1
-    to 128, and its sines and cosines are interleaved. `kind="reference"` follows the authors' code. A coordinate has
-    hidden_size/4 frequencies from 1 to 128. Its channels are the sines at the frequencies with even indices, then the
-    cosines at the frequencies with odd indices.
+    `kind="paper"` follows supplement A.2 of the bootstrapping paper. Each coordinate has hidden_size/8 frequencies
+    from 1 to 128, and its sines and cosines are interleaved. `kind="reference"` follows the authors' code. Each
+    coordinate has hidden_size/4 frequencies from 1 to 128. Its channels are the sines at the frequencies with even
+    indices, then the cosines at the frequencies with odd indices.
     """
     count = hidden_size // (8 if kind == "paper" else 4)
     frequencies = torch.linspace(0, math.log(128), count, device=rois.device).exp()
@@ -147,7 +147,7 @@ def encode_rois(rois: torch.Tensor, hidden_size: int, kind: str = "reference") -
 
 
 class SparseFormerStem(nn.Module):
-    """Early convolution of images `(…, height, width)` to `(batch, stem_channels, height / 4, width / 4)`."""
+    """Early convolution of images to a feature map, `(batch, stem_channels, height / 4, width / 4)`."""
 
     def __init__(self, config: SparseFormerConfig):
         super().__init__()
@@ -219,11 +219,12 @@ class SparseFormerLatents(nn.Module):
 
     @torch.no_grad()
     def resize_tokens(self, num_latent_tokens: int):
-        """Drop the last latent tokens, or add latent tokens with `initial_rois`. `break_ties` changes equal RoIs."""
+        """Drop the last latent tokens, or add latent tokens whose RoIs are those of `initial_rois`. `break_ties` adds
+        noise to the added tokens that would otherwise be equal to another token."""
         kept = min(num_latent_tokens, len(self.initial_rois))
         if len(self.token_embedding) > 1:
             embedding = self.token_embedding
-            # A new token gets the mean embedding, which is similar to the tokens that the encoder was trained with.
+            # A new token gets the mean of all embeddings, because the encoder was trained with similar embeddings.
             new = embedding.mean(0, keepdim=True).expand(num_latent_tokens - kept, -1)
             self.token_embedding = nn.Parameter(torch.cat([embedding[:kept], new]), embedding.requires_grad)
         rois = initial_rois(num_latent_tokens - kept).to(self.initial_rois)

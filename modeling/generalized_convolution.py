@@ -14,7 +14,7 @@ from .layers import uniform_init_
 
 
 def window_size(num_positions: int) -> int:
-    """Return the side of the smallest square window with an odd side that holds `num_positions` positions."""
+    """Return the smallest odd side of a square window that holds `num_positions` positions."""
     side = math.isqrt(num_positions - 1) + 1
     return side + 1 - side % 2
 
@@ -22,11 +22,12 @@ def window_size(num_positions: int) -> int:
 def generalized_conv2d(
     feature_map: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Compute a generalized convolution (eq. 1). The positions of the kernel fill the window around each output cell
-    row by row, from the top left. Each position has its own matrix. The map is padded with zeros.
+    """Compute a generalized convolution (Zhang et al., arXiv 2112.03552, eq. 1). The positions of the kernel fill the
+    square window around each output cell row by row, from the top left. Each position has its own matrix. The map is
+    padded with zeros.
 
-    Window rows without positions are not computed. A kernel with 6 positions therefore needs two thirds of the
-    multiplications of a kernel with 9 positions.
+    Window rows without positions are not computed. For example, 6 positions fill two of the three rows of a 3 x 3
+    window. They need two thirds of the multiplications of 9 positions.
 
     Args:
         feature_map (`torch.Tensor` of shape `(batch, in_channels, height, width)`): Input.

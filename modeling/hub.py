@@ -21,8 +21,9 @@ _CONFIGURATION_IMPORT = re.compile(r"^(from )\.\.configuration\.", re.MULTILINE)
 
 
 def source_files(module_name: str) -> dict[str, str]:
-    """Return the names and contents of the source files of a module and of its relative imports. Imports are rewritten
-    for files in one folder. The module may be part of the installed package or remote code."""
+    """Return the names and contents of the source files of a module and of its relative imports. The imports in these
+    files are rewritten, so that all files can be in one folder. The module may be part of the installed package or
+    remote code."""
     sources = {}
     pending = [module_name]
     while pending:
@@ -37,8 +38,8 @@ def source_files(module_name: str) -> dict[str, str]:
 
 
 def image_processor_config(config) -> dict:
-    """Return the content of `preprocessor_config.json` for a model. With `config.resize_size`, the file describes a
-    `CLIPImageProcessor`, which crops the center. Otherwise, the file describes a `ViTImageProcessor`."""
+    """Return the content of `preprocessor_config.json` for a model. If `config.resize_size` is set, the file describes
+    a `CLIPImageProcessor`, which crops the center. Otherwise, the file describes a `ViTImageProcessor`."""
     # The import is local, because loading a model needs no image processor. `Pil` classes do not need torchvision.
     from transformers import CLIPImageProcessorPil, ViTImageProcessorPil
 
@@ -73,8 +74,8 @@ class HubModel(HubMixin, PreTrainedModel):
     embedding_arguments: tuple[str, ...] = ()
 
     def _initialize_weights(self, module, is_custom_code: bool = False):
-        # With `is_custom_code`, Transformers would skip modules without direct parameters, but some of these modules
-        # need `_init_weights`. Loaded parameters do not change, because `transformers.initialization` skips them.
+        # `is_custom_code` is not passed on. With it, Transformers would skip modules without direct parameters, but
+        # some of these modules need `_init_weights`. `transformers.initialization` does not change loaded parameters.
         super()._initialize_weights(module)
 
     def save_pretrained(self, save_directory, is_main_process=True, push_to_hub=False, repo_id=None, **kwargs):

@@ -33,7 +33,7 @@ class ImageFormat:
     resample: int = 2
     # Length of the shorter side in pixels before the center crop. None means no crop: images are resized to `size`.
     resize: int | None = None
-    # Rounding of a center crop's edge at half a pixel: True rounds to the even pixel (as timm), False rounds down.
+    # How a center crop's edge at half a pixel is rounded: True rounds to the even pixel (as timm), False rounds down.
     rounds_center: bool = False
 
     @classmethod
@@ -41,8 +41,8 @@ class ImageFormat:
         """Read the format from the attributes of an image processor of Transformers or timm.
 
         DeiT's processor resizes images to a square before the crop. The returned format resizes the shorter side, as
-        DeiT's authors do. SigLIP 2 NaFlex takes images of any shape. The returned size is the size of the largest
-        square image that has at most `max_num_patches` patches.
+        DeiT's authors do. SigLIP 2 NaFlex takes images of any shape. For its processor, the returned size is the
+        largest square size with at most `max_num_patches` patches.
 
         Raises:
             ValueError: if `ImageFormat` cannot describe the preprocessing of the processor.

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 
 # `solve_closed_form` treats a singular value of the pseudo input as zero if its ratio to the largest singular value is
 # below this tolerance. The singular values of the sinusoidal encoding span 5 orders of magnitude. If all of them were
-# inverted, the norms of the weights would grow up to 50-fold, and attention to real tokens would have no peaks.
-# Tolerances from 3e-3 to 3e-2 lead to similar results.
+# inverted, the norms of the weights would be up to 50 times as large, and the attention of real tokens would have no
+# peaks. Tolerances from 3e-3 to 3e-2 lead to similar results.
 RELATIVE_TOLERANCE = 1e-2
 # `solve_closed_form` uses this tolerance if `mass` is None. With a larger tolerance, the error (eq. 8) is larger than
 # the error of Algorithm 1.
@@ -92,19 +92,20 @@ def interior_mass(attention: torch.Tensor, target: torch.Tensor) -> torch.Tensor
 def solve_closed_form(
     inputs: torch.Tensor, target: torch.Tensor, head_dim: int, mass: float | None = 0.2
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Solve for Q and K in closed form: Q K' is the least-squares shift of the pseudo input, of rank `head_dim`.
+    """Solve for Q and K in closed form: Q K' has rank `head_dim` and approximately shifts the pseudo input.
 
     A shift of a sinusoidal encoding rotates each pair of sine and cosine. If X is the encoding before the LayerNorm,
     there is therefore a matrix R with X R = S X, where S is `target`. Row i of X R X' has the dot products of all
     positions with the target of position i. The product of the target with itself is the largest.
 
     R is computed by least squares, without the directions of X with small singular values (`RELATIVE_TOLERANCE`). An
-    SVD reduces the rank of R and is split evenly between Q and K. A factor then sets the sharpness of the softmax.
+    SVD reduces R to rank `head_dim` and is split evenly between Q and K. A factor then sets the sharpness of the
+    softmax.
 
     If `head_dim` is at least 16, each position whose target lies on the grid attends most to its target. If `head_dim`
     is below 16, the attention map is a blur around the target. If `mass` is None, the maps are as sharp as those
     of `solve_adam`. R then maps positions whose target lies outside of the grid to zero. These positions attend
-    evenly, as in the minimum of eq. 8 (`results/impulse_speed.json`).
+    evenly to all positions, as in the minimum of eq. 8 (`results/impulse_speed.json`).
 
     Args:
         inputs (`torch.Tensor`): `(positions, hidden_size)` float, the pseudo input after the layer's LayerNorm.
@@ -162,8 +163,8 @@ def solve_pinv(
     The wanted logits W are 1000 at the target and noise of standard deviation 1.8 elsewhere. The SVD of X+ W X+' is
     split evenly between Q and K, which are then scaled to a Frobenius norm of 7. X+ is the pseudo-inverse of X,
     restricted to the `head_dim` eigenvectors of X'X with the largest eigenvalues. In the code of Zheng et al.,
-    positions are random, and the eigenvalues are similar. With the sinusoidal encoding, the inverses of the smallest
-    eigenvalues dominate, and hardly any peaks remain after scaling.
+    positions are random, and the eigenvalues have similar sizes. With the sinusoidal encoding, the inverses of the
+    smallest eigenvalues dominate, and the attention maps have hardly any peaks.
 
     `generator` draws the noise. Other arguments and the results are those of `solve_closed_form`.
     """
@@ -225,8 +226,8 @@ def solve_adam(
                         part.mul_(length / part.norm(dim=axis, keepdim=True))
             optimizer.zero_grad()
             losses = ((attention_map(inputs, *parameters) - targets) ** 2).mean((-2, -1))
-            # A sum over heads keeps heads independent. The authors' mean over heads makes gradients smaller. Adam's
-            # epsilon then makes the steps smaller.
+            # With a sum over heads, Adam's steps do not depend on the number of heads. The authors' mean divides the
+            # gradients by this number, and Adam's epsilon then shortens the steps.
             (losses.mean() if renormalize_every else losses.sum()).backward()
             optimizer.step()
     return tuple(part.detach() for part in parameters)

@@ -68,8 +68,8 @@ def inherit_patches(
     load_weights(embeddings.norm, anatomy.pre_norm)
     positions = patch_positions(anatomy, student.config.token_grid)
     if positions is None:
-        # The teacher adds no positions. With `placement="grid"`, the student's positions stay zero, because
-        # `to_plain_vit` cannot store them in a model of the teacher's class.
+        # The teacher adds no positions. With `placement="grid"`, the student's positions are not trained, because
+        # `to_plain_vit` could not store trained positions in a model of the teacher's class.
         embeddings.position_embeddings.zero_().requires_grad_(student.config.placement == "content")
     else:
         embeddings.position_embeddings.copy_(positions)
@@ -137,7 +137,7 @@ def read_teacher(
         of the student's configuration.
 
     Raises:
-        ValueError: if the teacher is not a plain vision transformer with an embedding, or `truncate` is out of range.
+        ValueError: if the teacher is not supported or `truncate` is out of range.
     """
     if isinstance(teacher, str | os.PathLike):
         classifies = model_class.__name__.endswith("ForImageClassification")
@@ -207,11 +207,9 @@ def new_student(model_class: type, anatomy: Anatomy, fields: dict, truncated: in
 def default_num_latent_tokens(anatomy: Anatomy, fill_grid: bool = False) -> int:
     """Return the default number of a student's latent tokens, a quarter of the teacher's patches.
 
-    Table 2 of the bootstrapping paper (Gao et al., CVPR 2024) counts [CLS] as a token. If the teacher has a class
-    token, the default is therefore one less than a quarter, except with `fill_grid`. For images of 384 or more pixels,
-    patches are counted as in an image of 224 pixels: in the paper, ViT-L/16-384 has 49 tokens by default, and 144 or
-    196 after continued bootstrapping. For 336 pixels, all patches are counted: CLIP ViT-L/14-336 has 144 tokens in
-    table 6.
+    If the teacher has a class token and `fill_grid` is False, the default is one less, because the bootstrapping paper
+    (Gao et al., CVPR 2024) counts [CLS] as a token. If both sides of the images have at least 384 pixels, patches are
+    counted as in an image of 224 pixels, because the paper's student of ViT-L/16-384 has 49 tokens with [CLS].
     """
     patches = anatomy.num_patches
     if min(anatomy.image_size) >= 384:
@@ -329,8 +327,8 @@ def positioned_prefix(anatomy: Anatomy) -> torch.Tensor:
 
 def blank_image_prefix(anatomy: Anatomy, index: int) -> torch.Tensor:
     """Return a teacher's class tokens and registers before block `index`, `(prefix tokens, hidden_size)`, for an image
-    of zeros. After the first block, a teacher's tokens depend on the image, but a student's tokens are parameters.
-    """
+    of zeros. A student stores these tokens as parameters. They therefore cannot depend on the image, as the teacher's
+    tokens do after the first block."""
     with evaluation_mode(anatomy.model):
         hidden_states = compute_hidden_states(anatomy, torch.zeros_like(make_example(anatomy)[:1]))
     return hidden_states[index][0, : anatomy.num_prefix_tokens]

@@ -206,13 +206,14 @@ def impulse_init_(
         kernel_size (`int`, *optional*, defaults to 3):
             Height and width of the filters. Each head gets an impulse at one position of the kernel.
         solver (`str`, *optional*, defaults to `"closed_form"`):
-            `"closed_form"`, our solution, which is not from a paper; `"adam"`, Algorithm 1 as printed, which saturates
-            the softmax; `"adam_bounded"`, Algorithm 1 with weights rescaled every 100 steps, as in the authors' code;
-            or `"pinv"`, the code of the NeurIPS 2025 version, which fixes the offsets. Algorithm 1 takes seconds to
-            minutes for each layer.
+            `"closed_form"` is our solution, which is not from a paper. `"adam"` is Algorithm 1 as printed, which
+            saturates the softmax. `"adam_bounded"` is Algorithm 1 with weights rescaled every 100 steps, as in the
+            authors' code. Algorithm 1 takes seconds to minutes for each layer. `"pinv"` is the code of the NeurIPS
+            2025 version, in which the offsets are not random.
         pseudo_input (`str` or pair of `str`, *optional*, defaults to `"pe"`):
-            Pseudo input of all layers, or a pair for the first layer and for all other layers (table 6): `"pe"`, the
-            positions; `"uniform"`, noise from -1 to 1; `"gaussian"`, normal noise; or `"pe+uniform"`, a sum.
+            Pseudo input of all layers, or a pair: the pseudo input of the first layer and that of all other layers
+            (table 6). `"pe"` is the positions, `"uniform"` is noise from -1 to 1, `"gaussian"` is normal noise, and
+            `"pe+uniform"` is the sum of positions and uniform noise.
         per_layer (`bool`, *optional*, defaults to `True`): Whether layers differ in offsets and weights.
         value_init (`str`, *optional*, defaults to `"mimetic"`):
             `"mimetic"` initializes values and output projections as `mimetic_init_` does. `"default"` does not change
@@ -223,7 +224,7 @@ def impulse_init_(
             (`results/impulse_solvers.json`).
         positions (`str`, *optional*, defaults to `"sincos"`):
             `"sincos"` sets learned positions of patches to the sinusoidal encoding, and learned positions of other
-            tokens to zero. `"keep"` solves for the positions that the model has.
+            tokens to zero. `"keep"` does not change positions.
         steps (`int`, *optional*, defaults to 10,000): Steps of Algorithm 1.
         generator (`torch.Generator`, *optional*): Random number generator on the CPU.
         offsets (`torch.Tensor` or `Callable`, *optional*):
@@ -349,8 +350,8 @@ def trunc_normal_init_(
     generator: torch.Generator | None = None,
     value_init: str = "default",
 ) -> InitializationReport:
-    """Initialize all linear layers of the blocks in place, as timm does. Weights get a normal distribution that is
-    truncated at -2 and 2, and biases become zero.
+    """Initialize all linear layers of the blocks in place, as timm does. Weights are drawn from a normal distribution
+    with standard deviation `std` that is truncated at -2 and 2. Biases become zero.
 
     With `value_init="mimetic"`, values and output projections are initialized as in `mimetic_init_`. Other arguments,
     returns and errors are those of `impulse_init_`.

@@ -56,7 +56,8 @@ def rotary_table(
 
     Each axis has n = head_dim / 4 frequencies. A token with its center at c on an axis is rotated by the angles
     (scale * c + shift) * theta^(-i / n), i = 0, …, n - 1. DINOv3 (Siméoni et al. 2025, arXiv 2508.10104) has
-    scale = 4 pi and shift = -2 pi. In EVA-02 (Fang et al. 2023, arXiv 2303.11331), scale * c + shift counts patches.
+    scale = 4 pi and shift = -2 pi. In EVA-02 (Fang et al. 2023, arXiv 2303.11331), the unit of scale * c + shift is
+    one patch.
 
     Args:
         centers (`torch.Tensor` of shape `(..., 2)`): Centers of tokens as y and x, 0 to 1 across the image.
@@ -87,8 +88,8 @@ def rotate_tokens(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, fi
 
 
 def rotary_embeddings(config, rois: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the rotary position embeddings at the centers of RoIs, `(batch, tokens, 4)`. RoIs get no gradient.
-    `config.rope_theta` must be set."""
+    """Return the `rotary_table` for the centers of RoIs: cosines and sines, each `(batch, tokens, head_dim / 2)`. RoIs
+    get no gradient. `config.rope_theta` must be set."""
     left_top, right_bottom = in_float32(rois.detach()).chunk(2, dim=-1)
     centers = ((left_top + right_bottom) * 0.5).flip(-1)
     head_dim = config.hidden_size // config.num_attention_heads
@@ -98,7 +99,7 @@ def rotary_embeddings(config, rois: torch.Tensor) -> tuple[torch.Tensor, torch.T
 
 def rotate_half(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate each pair of channels i and i + head_dim / 2 of `states`, `(batch, heads, tokens, head_dim)`. `cos` and
-    `sin` broadcast with `(batch, heads, tokens, head_dim / 2)`."""
+    `sin` have a shape that broadcasts to `(batch, heads, tokens, head_dim / 2)`."""
     first, second = states.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
@@ -108,9 +109,9 @@ class SelfAttention(nn.Module):
 
     Args:
         head_norm (`Callable[[int], nn.Module]`, *optional*):
-            Function that returns a norm for a given width, for the queries and keys of each head.
+            Function from a width to a norm. The norms are applied to the queries and keys of each head.
         output_norm (`Callable[[int], nn.Module]`, *optional*):
-            Function that returns a norm for a given width, for the input of the output projection.
+            Function from a width to a norm. The norm is applied to the input of the output projection.
     """
 
     def __init__(
@@ -190,10 +191,11 @@ class MLP(nn.Module):
 
     Args:
         gated (`bool`, *optional*, defaults to `False`):
-            Multiply the output of the first layer by the activation of a parallel linear layer (Shazeer 2020, arXiv
-            2002.05202). With "silu", the MLP is a SwiGLU.
+            Whether a gate, a linear layer parallel to the first layer, is added (Shazeer 2020, arXiv 2002.05202). The
+            activation is applied to the gate's output, and the result is multiplied by the first layer's output. With
+            `hidden_act="silu"`, the MLP is a SwiGLU.
         norm (`Callable[[int], nn.Module]`, *optional*):
-            Function that returns a norm for a given width, for the input of the second layer.
+            Function from a width to a norm. The norm is applied to the input of the second layer.
     """
 
     def __init__(
@@ -273,7 +275,7 @@ class EncoderLayer(GradientCheckpointingLayer):
         self.mlp_scale = nn.Parameter(torch.ones(hidden_size)) if config.layer_scale else None
 
     def forward(self, hidden_states: torch.Tensor, num_queries: int | None = None, **kwargs) -> torch.Tensor:
-        """Compute the first `num_queries` tokens, or all by default. Each token attends to all tokens."""
+        """Return the first `num_queries` output tokens, by default all. Each of them attends to all input tokens."""
         tokens = self.layernorm_before(hidden_states)
         branch, _ = self.attention(tokens, tokens[:, :num_queries], **kwargs)
         branch = branch if self.attention_scale is None else branch * self.attention_scale
@@ -559,9 +561,9 @@ class AdaptiveClassifierMixin:
             confidence (`float`, *optional*, defaults to 0.9):
                 Threshold from 0 to 1. An image whose likeliest class has a lower probability is uncertain.
             token_counts (sequence of `int`, *optional*):
-                Numbers of tokens to try, in order. By default the smallest of `config.elastic_token_counts`, then
-                `config.num_tokens` or all tokens. A third number between these two costs more than it saves
-                (docs/results.md).
+                Numbers of tokens to try, in order. The default is the smallest of `config.elastic_token_counts`, then
+                `config.num_tokens`, or all tokens if it is None. A third number between these two costs more than it
+                saves (docs/results.md).
         """
         config = self.config
         if token_counts is None:

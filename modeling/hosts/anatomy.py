@@ -209,10 +209,18 @@ class AttentionPooling:
 
 @dataclass(frozen=True, eq=False)
 class Pooling:
-    """Method that pools the tokens of a model into the image embedding."""
+    """Method that pools the tokens of a model into the image embedding.
 
-    mode: str = "cls"  # A value of the field `pooling` of SparseFormer configurations.
-    class_tokens: list[int] | None = None  # Indices of the class tokens that are pooled. None means all class tokens.
+    Args:
+        mode (`str`): A value of the field `pooling` of SparseFormer configurations.
+        class_tokens (list of `int`, *optional*):
+            Indices of the class tokens that are pooled. By default, all class tokens are pooled.
+        before_norm (`bool`): Whether the tokens are pooled before the final norm.
+        head (`AttentionPooling`, *optional*): The attention pooling, for the modes that need one.
+    """
+
+    mode: str = "cls"
+    class_tokens: list[int] | None = None
     before_norm: bool = False
     head: AttentionPooling | None = None
 
@@ -222,7 +230,7 @@ class Anatomy:
     """Description of a vision transformer by its parts.
 
     Parts of fused layers are views of the model's weights. After the model is moved or cast, these views are outdated:
-    read the model again. If `unsupported_reason` is set, only `model`, `source` and fields of prefix tokens are set.
+    read the model again. If `unsupported_reason` is set, `blocks` and most other fields have their default values.
 
     Args:
         model (`nn.Module`): The vision transformer, without wrappers and text towers.
@@ -279,8 +287,8 @@ class Anatomy:
 
         Args:
             purpose (`str`): Verb for the error message, for example "bootstrap from".
-            embeds (`bool`): Whether the model's embedding must also be supported.
-            patches (`bool`): Whether the model's patch embedding must also be supported.
+            embeds (`bool`): Whether to raise the error also if `unsupported_embedding_reason` is set.
+            patches (`bool`): Whether to raise the error also if `unsupported_patches_reason` is set.
         """
         reasons = [self.unsupported_reason]
         if embeds:
@@ -382,7 +390,7 @@ def read_anatomy(model: nn.Module | Anatomy, image_size: tuple[int, int] | None 
             in place.
 
     Raises:
-        ValueError: if `model` is not a model, takes only texts, or does not take images of `image_size`.
+        ValueError: if `model` is not an `nn.Module`, takes only texts, or does not take images of `image_size`.
     """
     if isinstance(model, Anatomy):
         return model

@@ -370,7 +370,7 @@ def _call_unmasked(model: nn.Module, pixel_values: torch.Tensor, **options):
 
 
 def _naflex_inputs(pixel_values: torch.Tensor, patch_size: int) -> dict[str, torch.Tensor]:
-    """Convert images to the inputs of SigLIP 2 NaFlex. Patches are in row order, with channels last."""
+    """Convert images to the inputs of SigLIP 2 NaFlex. Patches are in row-major order, with channels last."""
     patches = F.unfold(pixel_values, patch_size, stride=patch_size).mT
     patches = patches.unflatten(-1, (-1, patch_size * patch_size)).mT.flatten(2)
     grid = [pixel_values.shape[2] // patch_size, pixel_values.shape[3] // patch_size]
