@@ -56,7 +56,7 @@ class AgentCNNConfig(VisionConfig):
             BatchNorm after the convolution and one after the MLP (Agent-B).
         downsample_after (sequence of `int`, *optional*, defaults to `()`):
             Indices of the blocks that are followed by 2 x 2 average pooling. For Agent-B with `stem="res"`, the
-            paper's text and our variant have 1 and 3; the paper's code has 2 and 8.
+            indices are 1 and 3 in the paper's text and in our variant, but 2 and 8 in the paper's code.
         dropout (`float`, *optional*, defaults to 0.1): Dropout rate after the activation function in the MLPs.
         branch_dropout (`float`, *optional*, defaults to 0.0):
             Dropout rate at the end of the two residual branches of each block. If the agent shares weights with a

@@ -21,7 +21,7 @@ positive = interval(min=0.0, exclude_min=True)
 
 
 def at_least(low: int):
-    """Return a factory of dataclass fields. A field accepts `None`, a number, or a pair of numbers, and rejects
+    """Return a factory of dataclass fields. The fields accept `None`, a number, or a pair of numbers, and reject
     numbers below `low`."""
 
     @as_validated_field

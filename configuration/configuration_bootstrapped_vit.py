@@ -60,33 +60,35 @@ VARIANTS = {
 class BootstrappedViTConfig(AttentionStartConfig):
     r"""
     Configuration of a vision transformer that `frugalvit joint` trains together with an agent CNN (Zhang et al.,
-    *Bootstrapping ViTs*, arXiv 2112.03552). The default models are ViT-S and Agent-S. `from_variant` returns the
-    configurations of the paper's models. `VisionConfig` documents the fields of the image processor.
+    *Bootstrapping ViTs*, arXiv 2112.03552). By default, the transformer is ViT-S and the agent is Agent-S.
+    `from_variant` returns the configurations of the paper's models. `VisionConfig` documents `image_mean`,
+    `image_std`, `resize_size` and `resample`.
 
     Args:
         vit_config (`ViTConfig` or `dict`, *optional*): Configuration of the vision transformer.
         agent_config (`AgentCNNConfig` or `dict`, *optional*):
             Configuration of the agent CNN. It must have the same number of blocks and the same width as `vit_config`.
         sharing (`str`, *optional*, defaults to `"none"`):
-            `"none"` for separate weights ("Joint" in the paper), or `"weights"` for shared weights ("Shared"). With
-            shared weights, position i of the agent's convolutions has the value and output matrices of attention head
-            i, and the agent's MLPs have the weights of the transformer's MLPs.
+            With `"none"` ("Joint" in the paper), the agent has its own weights. With `"weights"` ("Shared" in the
+            paper), the agent uses the weights of the transformer's attention and MLPs. The agent's convolutions then
+            have one kernel position for each attention head, with the head's value and output weights.
         classification_weight, divergence_weight, hint_weight (`float`, *optional*):
-            Weights of the three losses. The defaults are those of the reference implementation: 1, 1 and 10 for
-            `sharing="none"`; 0.5, 0.5 and 5 for `sharing="weights"`.
+            Weights of the classification, divergence and hint losses. The default weights are 1, 1 and 10 for
+            `sharing="none"`, and 0.5, 0.5 and 5 for `sharing="weights"`, as in the reference implementation.
         temperature (`float`, *optional*, defaults to 4.0): Softmax temperature in the divergence losses.
-        hint_layers (sequence of `int`, *optional*): Indices of the blocks whose outputs the hint loss compares; all
-            blocks by default.
+        hint_layers (sequence of `int`, *optional*):
+            Indices of the blocks after which the hint loss compares transformer and agent; all blocks by default.
         embedding_dropout (`float`, *optional*):
-            Dropout rate of the transformer's embeddings; `vit_config.hidden_dropout_prob` by default. All variants and
-            the reference implementation have 0.
+            Dropout rate of the transformer's embeddings; `vit_config.hidden_dropout_prob` by default. The rate is 0 in
+            the reference implementation and in all variants.
         mlp_dropout (`float`, *optional*, defaults to 0.0):
             Dropout rate after the activation function in the transformer's MLPs. The reference implementation has this
             dropout; Transformers' `ViTModel` does not have it.
         initialization (`str`, *optional*, defaults to `"default"`):
-            Initialization of new weights: `"default"` (Transformers and PyTorch) or `"reference"` (reference
-            implementation). All variants have `"reference"`. Other values change the initialization of the
-            transformer's blocks; `AttentionStartConfig` documents these values and `initialization_options`.
+            Initialization of new weights. `"default"` initializes the transformer as Transformers does, and the agent
+            as PyTorch does. `"reference"` initializes both as the reference implementation does. All variants have
+            `"reference"`. `AttentionStartConfig` documents the other values, which apply to the transformer only.
+        initialization_options (`dict`, *optional*): See `AttentionStartConfig`.
     """
 
     model_type = "bootstrapped_vit"

@@ -51,8 +51,8 @@ class PatchSparseFormerConfig(SparseFormerBaseConfig):
             `"patch"` for a norm of embedded cells before positions are added, `"embedding"` for a norm of all tokens
             before the encoder (CLIP), and the names that `SparseFormerBaseConfig` documents.
         token_grid (`int` or pair of `int`, *optional*):
-            Numbers of rows and columns of the grid of `num_latent_tokens` cells. By default, cells in images of
-            `image_size` are as close to squares as possible.
+            Numbers of rows and columns of the grid that has `num_latent_tokens` cells. By default, the cells of images
+            of `image_size` are as close to squares as possible.
         placement (`str`, *optional*, defaults to `"grid"`):
             `"grid"` for tokens on the cells of a grid, or `"content"` for cells that depend on the image. With
             `"content"`, blocks of four cells with little detail are merged, and cells with much detail are split in

@@ -39,9 +39,9 @@ class SparseFormerCLIPConfig(FrugalViTConfig):
 class SparseFormerSiglipConfig(FrugalViTConfig):
     r"""
     Configuration of a SigLIP or SigLIP 2 whose vision model is a SparseFormer. It has the fields of `SiglipConfig`,
-    but `vision_config` is a `SparseFormerConfig` or a `PatchSparseFormerConfig`. The text model ends in a linear layer
-    to the width of the image embedding. The initial logit scale and logit bias are those of Zhai et al., *Sigmoid Loss
-    for Language Image Pre-Training*, section 3.2.
+    but `vision_config` is a `SparseFormerConfig` or a `PatchSparseFormerConfig`. The text model's last linear layer
+    has as many output channels as the image embedding. The initial logit scale and logit bias are those of Zhai et
+    al., *Sigmoid Loss for Language Image Pre-Training*, section 3.2.
     """
 
     # `model_type` must contain "siglip", so that Transformers' pipeline computes sigmoids and pads texts for SigLIP.

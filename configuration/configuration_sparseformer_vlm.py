@@ -80,7 +80,8 @@ class SparseFormerPaliGemmaConfig(HubMixin, PaliGemmaConfig):
     sub_configs_defaults = PaliGemmaConfig.sub_configs_defaults | {"vision_config": TOWER}
 
     def __post_init__(self, **kwargs):
-        # `PaliGemmaConfig.__post_init__` is skipped, because that method counts patches.
+        # `PaliGemmaConfig.__post_init__` is skipped, because it would set the number of image tokens to the number of
+        # patches.
         super(PaliGemmaConfig, self).__post_init__(**kwargs)
         if self.text_config.use_bidirectional_attention is None:
             self.text_config.use_bidirectional_attention = True

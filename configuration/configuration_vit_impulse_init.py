@@ -42,7 +42,7 @@ class ViTImpulseInitConfig(PlainViTConfig):
     32 x 32 pixels, with sinusoidal positions and average pooling. `from_variant` returns the configurations of the
     paper's models. Other fields are documented in `PlainViTConfig` and `AttentionStartConfig`. With
     `initialization_options={"solver": "adam", "value_init": "default"}`, the initialization is Algorithm 1 of the
-    paper. The authors' code has `"adam_bounded"` instead of `"adam"` (docs/impulse_initialization.md).
+    paper. The authors' code uses the solver `"adam_bounded"` instead (docs/impulse_initialization.md).
 
     Args:
         position_embedding (`str`, *optional*, defaults to `"sincos"`):
@@ -50,7 +50,8 @@ class ViTImpulseInitConfig(PlainViTConfig):
             learned positions with a normal initialization. `"learned"` positions are initialized with the sinusoidal
             encoding if `initialization` is `"impulse"` or `"mimetic"`, and with truncated normal values otherwise.
         position_std (`float`, *optional*, defaults to 0.36):
-            Standard deviation of `"random"` positions. The NeurIPS 2025 code has 0.02, and 18 * 0.02 in one setup.
+            Standard deviation of `"random"` positions. The authors' code for NeurIPS 2025 has 0.02, but 0.36 (18 *
+            0.02) in one setup.
         pooling (`str`, *optional*, defaults to `"mean"`):
             Input of the classifier: `"mean"` for the mean of all tokens after the final LayerNorm, or `"cls"` for a
             learned [CLS] token (table 1).

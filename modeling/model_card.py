@@ -37,7 +37,8 @@ def auto_class(model: PreTrainedModel) -> str:
 
 def code_examples(model: PreTrainedModel) -> list[str]:
     """Return Python code that loads a model and its processor. For models with an embedding, also return code that
-    computes embeddings with sentence-transformers. `model` may also be an image classifier or CLIP of Transformers."""
+    computes embeddings with sentence-transformers. `model` is a model of this package, or an image classifier or CLIP
+    of Transformers."""
     name = class_name(model)
     loader = auto_class(model)
     both = loader in ("AutoModelForImageTextToText", "AutoModelForZeroShotImageClassification")

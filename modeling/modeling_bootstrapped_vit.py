@@ -63,11 +63,11 @@ def head_products(attention: nn.Module, num_heads: int) -> torch.Tensor:
 
 
 class SharedConvolution(nn.Module):
-    """Generalized convolution with the weights of an attention layer. Position i has the weights of head i."""
+    """Generalized convolution with the weights of an attention layer. Kernel position i has the weights of head i."""
 
     def __init__(self, attention: nn.Module, num_heads: int):
         super().__init__()
-        # A list does not register modules, so that the weights of the attention are saved only once.
+        # `nn.Module` does not register modules in a list, so the attention's weights are saved only once.
         self.attention = [attention]
         self.num_heads = num_heads
 

@@ -101,8 +101,8 @@ class PatchSparseFormerEmbeddings(nn.Module):
             grids = self.config.cell_grids(num_tokens, tuple(pixel_values.shape[-2:]))
         if len(grids) > 1 and min(grids[0]) > 1 and pixel_values.shape[0] > 0:
             return self.embed_chosen_cells(pixel_values, grids)
-        # If `grids` has no finer grid, or if `grids[0]` has only one row or column and thus no blocks of four cells,
-        # all images have the cells of `grids[0]`.
+        # All images have the cells of `grids[0]` if `grids` has no second grid. They also have these cells if
+        # `grids[0]` has only one row or column, because it then has no blocks of four cells.
         rows, columns = grids[0]
         height, width = self.patch_size
         resized = resize(pixel_values, (rows * height, columns * width))
@@ -202,7 +202,7 @@ class PatchSparseFormerPreTrainedModel(SparseFormerBasePreTrainedModel):
 
     @torch.no_grad()
     def resize_tokens(self, num_latent_tokens: int):
-        """Change the number of latent tokens in place, for continued bootstrapping. Positions are interpolated.
+        """Change the number of latent tokens in place, for continued bootstrapping. Interpolate position embeddings.
 
         Args:
             num_latent_tokens (`int`): Number of latent tokens, without [CLS].
@@ -249,7 +249,8 @@ class PatchSparseFormerPreTrainedModel(SparseFormerBasePreTrainedModel):
             num_latent_tokens (`int`, *optional*):
                 Number of latent tokens. By default, a quarter of the number of the teacher's patches.
             truncate (`float` or `int`, *optional*, defaults to 0):
-                Leading blocks to leave out: a fraction below 1, or a number of blocks from 1 on (1.0 is one block).
+                Leading blocks to leave out. A value below 1 is a fraction of the teacher's blocks. A value of at least
+                1 is a number of blocks (1.0 is one block).
 
         Raises:
             ValueError: in the cases of `SparseFormerPreTrainedModel.from_teacher`.
@@ -274,8 +275,8 @@ class PatchSparseFormerPreTrainedModel(SparseFormerBasePreTrainedModel):
                 if the teacher came from another library.
 
         Raises:
-            ValueError: if tokens are placed by content, `like` is missing or does not fit, or the teacher's class has
-                no parameter for one of the student's weights.
+            ValueError: if tokens are placed by content, if `like` is required but missing, or if a model of the
+                teacher's class (or of `like`) cannot have all weights of the student.
         """
         try:
             from frugalvit.modeling.plain_vit import to_plain_vit
@@ -321,7 +322,7 @@ class PatchSparseFormerModel(PatchSparseFormerPreTrainedModel):
             num_tokens (`int` or `torch.LongTensor` of shape `(batch,)`, *optional*):
                 Number of latent tokens, or a tensor with one number for each image. By default `config.num_tokens`, or
                 all tokens. With a tensor, tokens are padded to the largest number, and no token attends to padding.
-                Numbers other than `config.trained_token_counts` cause one warning.
+                Warns once if a number is not in `config.trained_token_counts`.
             output_rois (`bool`, *optional*, defaults to `False`): Return `rois`.
             output_attention_forecast (`bool`, *optional*, defaults to `False`): Return `attention_forecast`.
             output_tokens (`bool`, *optional*, defaults to `True`):
@@ -362,10 +363,9 @@ class PatchSparseFormerModel(PatchSparseFormerPreTrainedModel):
 
     @torch.compiler.disable
     def embed_each(self, pixel_values: torch.Tensor, num_tokens: torch.Tensor) -> PatchSparseFormerEmbeddingsOutput:
-        """Embed each image with its own number of tokens. Pad all images to the largest number.
+        """Embed each image with its own number of tokens in `num_tokens`, `(batch,)`. Pad to the largest number.
 
-        This method is not compiled, because shapes depend on the values of `num_tokens`, `(batch,)`. If `num_tokens`
-        is an int, `forward` compiles to one graph.
+        `torch.compile` skips this method, because shapes depend on the values of `num_tokens`.
         """
         is_integer = not (num_tokens.is_floating_point() or num_tokens.is_complex() or num_tokens.dtype == torch.bool)
         if num_tokens.shape != pixel_values.shape[:1] or not is_integer:

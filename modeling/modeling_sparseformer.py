@@ -163,12 +163,14 @@ class SparseFormerPreTrainedModel(SparseFormerBasePreTrainedModel):
                 Number of latent tokens, without [CLS]. By default, latent tokens and [CLS] together are a quarter of
                 the teacher's patches (`default_num_latent_tokens`).
             truncate (`float` or `int`, *optional*, defaults to 1/3):
-                Leading blocks to leave out: a fraction below 1, or a number of blocks from 1 on (1.0 is one block).
+                Leading blocks to leave out. A value below 1 is a fraction of the teacher's blocks. A value of at least
+                1 is a number of blocks (1.0 is one block).
             inherit_blocks (`bool`, *optional*, defaults to `True`):
                 With `False`, only the student's head has inherited weights (an ablation of table 3).
             break_ties (`bool`, *optional*, defaults to `True`):
-                Add Gaussian noise (std 0.05 of the image's side) to equal initial RoIs (12 of 48 in the paper). The
-                paper adds no noise. `results/bootstrap_choices.json` has the gain from noise.
+                Add Gaussian noise (std 0.05 of the image's side) to the initial RoIs of tokens that start with equal
+                RoIs (12 of 48 tokens). The paper adds no noise. `results/bootstrap_choices.json` has the accuracy
+                with and without noise.
             image_processor (*optional*):
                 The teacher's image processor, from which the student gets size, crop and normalization. Without an
                 image processor, `save_pretrained` writes no `preprocessor_config.json`.
@@ -197,7 +199,8 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
         super().__init__(config)
         iterations = config.num_focusing_iterations
         blocks = config.num_hidden_layers
-        # Each execution of a layer has its own drop path rate. In v1, the last focusing layer is the first block.
+        # Each execution of a layer has its own drop path rate. In v1, the last focusing layer is also the first
+        # encoder block.
         executions = iterations + blocks + (not config.is_v1)
         rates = [config.drop_path_rate * number / max(executions - 1, 1) for number in range(executions)]
         focusing_layer = SparseFormerV1FocusingLayer if config.is_v1 else SparseFormerFocusingLayer
@@ -241,7 +244,7 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
                 Normalized images of at least 4 x 4 pixels.
             num_tokens (`int`, *optional*):
                 The model computes only the first `num_tokens` latent tokens. By default `config.num_tokens`, or all
-                tokens. Numbers other than `config.trained_token_counts` cause one warning.
+                tokens. Warns once if the number is not in `config.trained_token_counts`.
             output_rois (`bool`, *optional*, defaults to `False`): Return `rois` and `sampling_points`.
             output_focusing_hidden_states (`bool`, *optional*, defaults to `False`):
                 Return `focusing_hidden_states`.
@@ -251,7 +254,7 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
                 only class tokens. This saves 8 % of the multiply-accumulates of augreg-base-49-224 and 4 % of those of
                 augreg-large-49-224. If `hidden_states` or `attentions` are returned, all tokens are computed.
             features (`torch.FloatTensor` of shape `(batch, stem_channels, height / 4, width / 4)`, *optional*):
-                `stem_features` that another call returned for the same images.
+                `stem_features` that an earlier call returned for the same images. The stem is then not computed.
 
         Raises:
             ValueError: if `num_tokens` is below 1 or above `config.num_latent_tokens`.

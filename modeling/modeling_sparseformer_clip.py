@@ -49,7 +49,7 @@ class SparseFormerCLIPPreTrainedModel(HubModel):
 
     @torch.no_grad()
     def _init_weights(self, module):
-        # The classes of the text model and the vision model initialize the weights of these models.
+        # The text model and the vision model are initialized by their own classes.
         if isinstance(module, nn.Linear):
             init.normal_(module.weight, std=module.in_features**-0.5)
         elif isinstance(module, SparseFormerCLIPPreTrainedModel):
@@ -66,7 +66,7 @@ class SparseFormerCLIPPreTrainedModel(HubModel):
         self.vision_model.set_num_tokens(num_tokens)
 
     def sentence_transformers_config(self) -> dict[str, object]:
-        """Return the files of `HubModel.sentence_transformers_config`, with the maximum length of texts."""
+        """Return the files of `HubModel.sentence_transformers_config`. Add the padding and maximum length of texts."""
         files = super().sentence_transformers_config()
         lengths = {"padding": self.text_padding, "max_length": self.config.text_config.max_position_embeddings}
         files["sentence_bert_config.json"]["processing_kwargs"] = {"text": lengths}
@@ -160,12 +160,13 @@ class SparseFormerCLIPModel(SparseFormerCLIPPreTrainedModel):
     @classmethod
     @torch.no_grad()
     def from_clip(cls, clip: nn.Module, vision_model: nn.Module) -> "SparseFormerCLIPModel":
-        """Return a CLIP in evaluation mode with the text model of `clip` and the weights of `vision_model`, a
-        SparseFormer that was bootstrapped from `clip`. The dtype and device are those of `clip`.
+        """Return a CLIP in evaluation mode with the text model of `clip` and the weights of `vision_model`. The dtype
+        and device are those of `clip`.
 
         Args:
             clip (`CLIPModel`): The teacher. Its text model is copied.
-            vision_model: A `SparseFormerVisionModelWithProjection` or `PatchSparseFormerVisionModelWithProjection`.
+            vision_model: A `SparseFormerVisionModelWithProjection` or `PatchSparseFormerVisionModelWithProjection`,
+                bootstrapped from `clip`.
         """
         if not hasattr(clip, "text_projection") or not hasattr(vision_model, "visual_projection"):
             raise ValueError(
@@ -230,12 +231,12 @@ class SparseFormerSiglipModel(SparseFormerCLIPPreTrainedModel):
     @classmethod
     @torch.no_grad()
     def from_siglip(cls, siglip: nn.Module, vision_model: nn.Module) -> "SparseFormerSiglipModel":
-        """Return a SigLIP in evaluation mode with the text model of `siglip` and the weights of `vision_model`, a
-        SparseFormer that was bootstrapped from `siglip`. The dtype and device are those of `siglip`.
+        """Return a SigLIP in evaluation mode with the text model of `siglip` and the weights of `vision_model`. The
+        dtype and device are those of `siglip`.
 
         Args:
             siglip (`SiglipModel` or `Siglip2Model`): The teacher. Its text model is copied.
-            vision_model: A `SparseFormerVisionModel` or `PatchSparseFormerVisionModel`.
+            vision_model: A `SparseFormerVisionModel` or `PatchSparseFormerVisionModel`, bootstrapped from `siglip`.
         """
         # The text models of SigLIP and SigLIP 2 have different classes, but the same computation.
         text_config = siglip.config.text_config.to_dict()

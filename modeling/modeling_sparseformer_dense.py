@@ -41,7 +41,8 @@ class SparseFormerSemanticSegmenterOutput(SemanticSegmenterOutput):
 
     Args:
         token_maps (`torch.FloatTensor` of shape `(batch, tokens, height, width)`, *optional*):
-            Weights of the tokens in each pixel's logits, with `output_token_maps=True`. A pixel's weights sum to 1.
+            Each token's weight in the logits of each pixel. The weights of a pixel sum to 1. Without
+            `output_token_maps=True`, None.
     """
 
     rois: tuple[torch.FloatTensor, ...] | None = None
@@ -72,8 +73,8 @@ class FeatureMapsMixin(DenseInitializationMixin, BackboneMixin):
     number of tokens. These backbones can replace backbones of Transformers, for example a `Dinov2Backbone`.
 
     Each cell of a feature map has the mean hidden state of the tokens whose RoIs cover it (`assignment_weights`). With
-    `upsampler_hidden_size`, convolutions of the image refine the map. A new student with a token for each patch has
-    its teacher's feature map.
+    `upsampler_hidden_size`, convolutions of the image refine the map. A new student with one token per patch returns
+    the same feature map as its teacher.
 
     The folder of any model of the same family, for example of a bootstrapped classifier, can be loaded as a backbone:
     `….from_pretrained(folder, out_features=["stage4", "stage8"])`. The backbone's configuration can be the
@@ -161,7 +162,7 @@ class SegmenterMixin(DenseInitializationMixin):
     accepts_loss_kwargs = False
 
     def image_processor_config(self) -> dict | None:
-        """Return the `preprocessor_config.json` of a `SegformerImageProcessor`, which pipelines need."""
+        """Return the `preprocessor_config.json` of a `SegformerImageProcessor`. Pipelines for segmentation need it."""
         fields = super().image_processor_config()
         if fields is None:
             return None
@@ -261,8 +262,8 @@ class PatchSparseFormerForSemanticSegmentation(SegmenterMixin, PatchSparseFormer
         output_token_maps: bool = False,
         **kwargs: Unpack[TransformersKwargs],
     ) -> SparseFormerSemanticSegmenterOutput:
-        """Arguments and results are those of `SparseFormerForSemanticSegmentation.forward`. Logits have the grid of
-        the last feature map."""
+        """Arguments and results are those of `SparseFormerForSemanticSegmentation.forward`, except that logits have
+        the rows and columns of the last layer's feature map."""
         kwargs |= {"output_rois": True, "return_dict": True}
         outputs = self.sparseformer(pixel_values, **kwargs)
         maps, token_maps = self.feature_maps(

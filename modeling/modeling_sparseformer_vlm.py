@@ -52,7 +52,7 @@ class SparseFormerGridTower(PreTrainedModel):
     """SparseFormer that returns hidden states on the patch grid of the vision transformer that it replaces.
 
     Each grid cell has the mean hidden state of the tokens whose RoIs cover it (`assignment_weights`). A new student
-    with a token for each patch has its teacher's outputs.
+    with one token per patch returns the same hidden states as its teacher.
     """
 
     config: SparseFormerGridConfig

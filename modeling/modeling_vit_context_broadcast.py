@@ -49,8 +49,7 @@ class ViTContextBroadcastPreTrainedModel(ViTPreTrainedModel):
         structured = self.config.initialization != "default"
         if isinstance(module, ContextBroadcast):
             module.reset_parameters()
-        # `_init_weights` is called for the submodules before the model, so `start_attention_` overwrites the attention
-        # weights of the submodules.
+        # Submodules are initialized before the model, so `start_attention_` overwrites their attention weights.
         elif isinstance(module, ViTContextBroadcastModel) and structured and is_drawn(module):
             start_attention_(parts_of_layers(module, module.embeddings.grid), self.config)
 

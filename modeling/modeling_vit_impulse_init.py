@@ -34,8 +34,7 @@ class ViTImpulseInitPreTrainedModel(ViTPreTrainedModel):
         structured = structured or config.initialization_options.get("value_init") == "mimetic"
         if isinstance(module, nn.Linear) and config.initialization == "kaiming_uniform":
             uniform_init_(module)
-        # `_init_weights` is called for the submodules before the model, so `start_attention_` overwrites the attention
-        # weights of the submodules.
+        # Submodules are initialized before the model, so `start_attention_` overwrites their attention weights.
         elif isinstance(module, ViTImpulseInitModel) and structured and is_drawn(module):
             start_attention_(parts_of_layers(module, module.embeddings.grid), config, positions="keep")
         else:

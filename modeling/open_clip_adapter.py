@@ -206,7 +206,7 @@ def from_open_clip(clip: nn.Module) -> SparseFormerCLIPModel | SparseFormerSigli
 
 
 def text_names(text: nn.Module) -> dict[str, str]:
-    """Map open_clip's names of text weights to Transformers' names, without the final projection. In Transformers'
+    """Map open_clip's names of text weights to Transformers' names. The final projection is left out. In Transformers'
     names, "qkv" stands for the weights of queries, keys and values, which are one tensor in open_clip."""
     names = {}
     for theirs in text.state_dict():

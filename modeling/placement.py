@@ -15,8 +15,8 @@ from ..configuration.configuration_patch_sparseformer import PatchSparseFormerCo
 from .layers import in_float32
 
 
-# The score of cell number n is multiplied by 1 - TIE * n. This breaks ties, so that all devices choose the same cells,
-# and keeps the score of each part of a cell below the score of the cell.
+# The score of cell number n is multiplied by 1 - TIE * n. The factor breaks ties, so that all devices choose the same
+# cells. It also keeps the score of each part of a cell below the score of the cell.
 TIE = 2.0**-20
 # Example of a grid with even numbers of rows and columns. Every cell of such a grid belongs to a block of four cells.
 EVEN = (2, 2)
@@ -138,10 +138,10 @@ def lost_detail(levels: list[torch.Tensor], grid: tuple[int, int], patch_size: t
 
 
 def choose_cells(split_scores: list[torch.Tensor], grid: tuple[int, int]) -> torch.Tensor:
-    """Choose cells for each image, as many as the grid has.
+    """Choose cells for each image. The number of chosen cells is the number of cells in `grid`.
 
     At first, each block of four cells is one cell. Then the cells with the largest scores are split in four; the
-    number of splits is the number of blocks. The score of a part is limited to the score of its cell.
+    number of splits is the number of blocks. The score of a part is at most the score of the cell that was split.
 
     Args:
         split_scores (`list[torch.Tensor]`):
@@ -175,7 +175,7 @@ def choose_cells(split_scores: list[torch.Tensor], grid: tuple[int, int]) -> tor
         remaining.append((exists - split).flatten(1))
         exists = split_in_four(split, shape, 1.0)
     remaining = torch.cat([*remaining, exists.flatten(1)], dim=1)
-    # Decreasing ranks make `topk` return indices in ascending order.
+    # The ranks decrease with the index, so `topk` returns the indices of remaining cells in ascending order.
     ranks = torch.arange(remaining.shape[1], 0, -1, device=remaining.device)
     return (remaining * ranks).topk(grid[0] * grid[1]).indices
 
@@ -213,8 +213,8 @@ class ContentPlacement(nn.Module):
     def __init__(self, config: PatchSparseFormerConfig):
         super().__init__()
         self.patch_size = pair(config.patch_size)
-        # The forecast is frozen, because distributed training expects gradients of all trainable parameters and only
-        # bootstrapping trains the forecast.
+        # The forecast is frozen, because only bootstrapping trains it. Distributed training would expect a gradient
+        # for each trainable parameter.
         self.forecast = AttentionForecast(self.patch_size, config.num_channels).requires_grad_(False)
 
     def forward(self, levels: list[torch.Tensor], grid: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:

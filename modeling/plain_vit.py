@@ -104,7 +104,7 @@ def check_grid(config: PreTrainedConfig, grid: tuple[int, int], model_type: str)
 
 
 def set_fields(host_config: PreTrainedConfig, student: PreTrainedModel, grid: tuple[int, int]):
-    """Adapt a host's configuration to a student in place. The patches of an image of the new size form `grid`."""
+    """Adapt a host's configuration to a student in place. Set the image size whose patches form `grid`."""
     config = student.config
     patch_size = pair(config.patch_size)
     image_size = (grid[0] * patch_size[0], grid[1] * patch_size[1])
@@ -188,7 +188,7 @@ def copy_weights(student: PreTrainedModel, anatomy: Anatomy, grid: tuple[int, in
         head = read_head(base.pooling_head)
         load_pooling(anatomy.pooling.head, head)
         if anatomy.model.config.model_type == "aimv2_vision_model":
-            # AIMv2 has no query projection, so its learned query is the projection of the student's query.
+            # AIMv2 has no query projection, so the student's query is projected before it is copied.
             anatomy.pooling.head.probe.copy_(head.attention.query(head.probe))
     if anatomy.classifier is not None:
         load_weights(anatomy.classifier, student.classifier)
@@ -197,7 +197,7 @@ def copy_weights(student: PreTrainedModel, anatomy: Anatomy, grid: tuple[int, in
 
 
 def check_host(student: PreTrainedModel, anatomy: Anatomy, num_tokens: int):
-    """Raise a ValueError if a host and its student have different outputs for two images of noise."""
+    """Raise a ValueError if the outputs of a host and of its student differ for noise images."""
     images = make_example(anatomy)
     with evaluation_mode(student):
         outputs = student(images, num_tokens=num_tokens)

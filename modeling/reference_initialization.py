@@ -18,8 +18,8 @@ REFERENCE = "reference"
 
 @torch.no_grad()
 def reference_init_(vit: ViTForImageClassification):
-    """Initialize the weights of a ViT in place. Norms do not change. Weights that `from_pretrained` has loaded also do
-    not change.
+    """Initialize the weights of a ViT in place. LayerNorms do not change, nor do weights that `from_pretrained` has
+    loaded.
 
     - Patch projection: standard normal weights, zero biases.
     - Attention: Xavier-uniform weights, zero biases. The weights of queries, keys and values are drawn as one matrix.

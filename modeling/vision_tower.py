@@ -269,7 +269,8 @@ def matching_processor(processor: ProcessorMixin, model: PreTrainedModel) -> Pro
     """Return the processor for a VLM whose vision tower is a SparseFormer.
 
     The processor inserts the model's number of image tokens for each image. It pads prompts on the left, because
-    `generate` needs left padding. The processor of a LLaVA accepts other numbers of tokens as `num_image_tokens`.
+    `generate` needs left padding. For a LLaVA, the argument `num_image_tokens` of the processor's `__call__` sets
+    another number of latent tokens.
 
     Args:
         processor (`ProcessorMixin`): The processor of the VLM before the swap. The new processor resizes, crops and
@@ -302,7 +303,7 @@ def matching_processor(processor: ProcessorMixin, model: PreTrainedModel) -> Pro
     strategy = config.vision_feature_select_strategy
     return SparseFormerLlavaProcessor(
         **parts,
-        # All images are smaller than this patch size, so that `LlavaProcessor` counts only the additional tokens.
+        # All images are smaller than this patch size, so `LlavaProcessor` counts no patches.
         patch_size=10**6,
         # With the strategy "default", `LlavaProcessor` subtracts one token for [CLS], so one token is added here.
         num_additional_image_tokens=config.image_seq_length + (strategy == "default"),

@@ -100,7 +100,7 @@ def encode(processor, image_tokens: int, question: str, prompt: str) -> list[int
     """
     tokenizer = processor.tokenizer
     if isinstance(processor, PaliGemmaProcessor):
-        # PaliGemma's prompt has [BOS] after the image tokens, not at its start.
+        # In PaliGemma's prompt, [BOS] follows the image tokens instead of preceding them.
         first_ids = []
         separator = tokenizer.bos_token or ""
     else:
@@ -235,8 +235,7 @@ class AlignLlavaTrainer(ImageTrainer):
         processor = matching_processor(processing_class, self.llava)
         widths = {first_layer(each.model.multi_modal_projector).in_features for each in (original, self.llava)}
         if len(widths) > 1:
-            # If the towers' widths differ, the new tower is from another model family. Then the new tower's own
-            # normalization is used.
+            # If the towers' widths differ, the new tower is from another model family and needs its own normalization.
             tower_format = ImageFormat.from_config(tower.config)
             processor.image_processor.image_mean = tower_format.mean
             processor.image_processor.image_std = tower_format.std

@@ -84,7 +84,7 @@ class ImageTrainingArguments(TrainingArguments):
     def __post_init__(self):
         super().__post_init__()
         check_fields(self)
-        # A training whose default of `label_smoothing_factor` is 0 has no label smoothing, so other values are errors.
+        # A class whose default `label_smoothing_factor` is 0 does not support label smoothing.
         if self.label_smoothing_factor and not type(self).label_smoothing_factor:
             raise ValueError(
                 f"label_smoothing_factor is {self.label_smoothing_factor}, expected 0: this training has no smoothing."
@@ -158,8 +158,8 @@ class ArgumentParser(HfArgumentParser):
         is_empty = default is False or default in (None, "", [], argparse.SUPPRESS)
         if not is_empty and "default" not in text.lower() and text != argparse.SUPPRESS:
             settings["help"] = f"{text} (default: %(default)s)"
-        # `HfArgumentParser` passes an option's name with underscores and, as a second name, with hyphens. The second
-        # name is dropped.
+        # `HfArgumentParser` adds each option under two names: with underscores, then with hyphens. The second name is
+        # dropped.
         return super().add_argument(*(names[:1] if names[0].startswith("--") else names), **settings)
 
     def parse_known_args(self, args=None, namespace=None):
@@ -201,7 +201,7 @@ class ArgumentParser(HfArgumentParser):
 
 
 def read_yaml(given: str, prog: str) -> dict:
-    """Read a command's arguments from the YAML file or the recipe `given`."""
+    """Read a command's arguments from `given`, a YAML file or the name of a recipe. `prog` is the command."""
     file = Path(given) if Path(given).is_file() else RECIPES.get(given)
     if file is None:
         close = ", ".join(difflib.get_close_matches(given, RECIPES))
@@ -266,5 +266,5 @@ def run_as_program(main: Callable, prog: str):
     except Exception as error:
         if os.environ.get("FRUGALVIT_DEBUG", "0") not in ("", "0") or not (message := user_message(error)):
             raise
-    # Progress bars are closed after the `except` block. So a message that is printed here has its own line.
+    # Progress bars are closed after the `except` block, so the message is printed here, on a line of its own.
     sys.exit(f"{prog}: error: {message}")

@@ -12,7 +12,7 @@ from ..modeling.image_format import ImageFormat
 from .preprocessing import middle_of
 
 
-# Values of the last key of `seeded`. They give views, mixing and captions different random numbers.
+# Values of the last argument of `seeded`, so that views, mixing and captions get different random numbers.
 VIEW = 0
 MIX = 1
 CAPTION = 4

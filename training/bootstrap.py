@@ -348,9 +348,9 @@ class BootstrapTrainer(ImageTrainer):
 
     @torch.no_grad()
     def prediction_step(self, model, inputs, prediction_loss_only=False, ignore_keys=None):
-        """Return a row of values for each image. The row starts with the cosine similarity of the student's and the
-        teacher's embedding at each token count. With labels, further values are 1 for correct and 0 for wrong
-        predictions: first of the student at each token count, then of the teacher."""
+        """Return a row of values for each image. The first values are the cosine similarities of the student's and
+        the teacher's embedding, one for each token count. With labels, the next values are the student's accuracies (0
+        or 1), one for each token count, and the last value is the teacher's accuracy."""
         embeddings = []
         labels = inputs.get("labels")
         with self.accelerator.autocast():
@@ -462,7 +462,7 @@ def bootstrap(
 
 
 def name_of(model: torch.nn.Module) -> str:
-    """Return a model's folder or hub id, or a description of its class if the model was not loaded."""
+    """Return the folder or hub id that a model was loaded from. If there is none, describe the model's class."""
     return getattr(getattr(model, "config", None), "_name_or_path", "") or f"a {type(model).__name__}"
 
 

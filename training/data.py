@@ -322,14 +322,14 @@ def find_source(dataset: str | list[str], name: str | None = None) -> dict:
 
 def find_in_folder(folder: Path, name: str | None) -> dict:
     """Return the source (see `find_source`) of the images in a folder. If the folder has no image files, the source is
-    tables or archives that `datasets` reads, or the folder's only zip file."""
+    either its tables and tar archives, or the content of its only zip file."""
     files = list(files_within(folder, {*IMAGE_ENDINGS, *UNREAD_ENDINGS, ".parquet", ".tar", ".csv", ".jsonl"}))
     images = [path for path in files if path.suffix.lower() in IMAGE_ENDINGS]
     metadata = [path for path in files if path.name in METADATA_FILES]
     tables = [path for path in files if path.suffix.lower() == ".parquet" and path not in metadata]
     for path in metadata:
         text = "" if path.suffix == ".parquet" else read_text(path)
-        # `datasets` reads a label such as "01" as a number, so that "01" and "1" would be the same class.
+        # `datasets` reads labels such as "01" as numbers, so it would merge the classes "01" and "1".
         if path.suffix == ".csv" and (found := re.search(r"(?:^|,)(0\d+)(?=,|\s*$)", text, re.MULTILINE)):
             raise ValueError(f"{path} has {found[1]!r}, which is read as a number; write a letter before it")
     archives = sorted(folder.glob("*.zip"))

@@ -72,8 +72,9 @@ def read_image(file: str | Path | io.BytesIO, max_pixels: int | None = None) -> 
 def to_rgb(image: Image.Image) -> Image.Image:
     """Convert an image of any mode to upright 8-bit RGB, with transparent parts on white.
 
-    The values of an image in Pillow's 32-bit modes `I` and `F` are multiplied by 255 / `full`. `full` is 1 (only for
-    `F`), 255, 65,535 or 2^31 - 1: the lowest of these numbers that no value exceeds by more than 0.1%.
+    The values of an image in Pillow's 32-bit modes `I` and `F` are multiplied by 255 / `full`. Candidates for `full`
+    are 1 (only for `F`), 255, 65,535 and 2^31 - 1. `full` is the lowest candidate that no value exceeds by more than
+    0.1%.
     """
     ImageOps.exif_transpose(image, in_place=True)
     if ";16" in image.mode:
