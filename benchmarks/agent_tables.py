@@ -2,18 +2,18 @@
 
     python benchmarks/agent_tables.py joint   # ViT alone, agent alone, joint training, training with shared weights
     python benchmarks/agent_tables.py hints   # joint training without the hint of one block (figure 1)
-    python benchmarks/agent_tables.py agents  # joint training with other agents, and a ViT that trains alone with SAM
+    python benchmarks/agent_tables.py agents  # two other agent architectures, and a ViT that trains alone with SAM
     python benchmarks/agent_tables.py longer  # four rows of the table "joint", trained for 40 epochs
-    python benchmarks/agent_tables.py directions  # smaller hint weights and smaller SAM radii
+    python benchmarks/agent_tables.py directions  # smaller hint weights and SAM radii than in other tables
     python benchmarks/agent_tables.py gradients   # gradients of the loss terms: norms and a cosine
 
 All rows have these settings, unless the name of a row gives another value:
 
 - Architecture: 64 patches, width 72, 4 blocks. The ViT has [CLS] and 9 heads, and the agent has 9 positions.
 - Budget: 4,000 images, 6 epochs, batches of 32.
-- Optimizer, initialization and loss weights of the reference implementation. In rows with impulse
-  initialization, weights outside attention are initialized as in Transformers: the reference's standard normal patch
-  projection would outweigh the position embeddings.
+- Optimizer, initialization and loss weights are those of the reference implementation. In rows with impulse
+  initialization, weights outside attention are initialized as in Transformers. The reference implementation's patch
+  projection is standard normal, and would outweigh the position embeddings.
 - Training images are padded by reflection. Accuracy is measured after the last epoch.
 
 The row "joint, no hint, no divergence" is the control. Its ViT and its agent are trained in one run, but no loss
@@ -112,8 +112,8 @@ TABLES = {
         "joint": (joint, JOINT),
     },
 }
-# The table "gradients" has rows for untrained models (names and values of `--initialization`) and for the trained
-# model of the row "joint".
+# Rows of the table "gradients": the trained model of the row "joint", and untrained models. `STARTS` maps the row
+# names of untrained models to values of `--initialization`.
 STARTS = {"fresh, Transformers' start": "default", "fresh, reference's start": "reference"}
 GRADIENTS = ("trained", *STARTS)
 

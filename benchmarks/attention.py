@@ -98,8 +98,8 @@ def stable_ranks(model: PreTrainedModel, image_processor, images: Sequence[Image
 
 
 def models(arguments, names: Sequence[str]) -> Iterator[tuple[str, PreTrainedModel, object]]:
-    """Yield the name, model and image processor of each model to draw. From a bootstrapped ViT, yield the ViT alone,
-    or, for `features`, the ViT and its agent."""
+    """Yield the models to draw, each with a name and an image processor. A bootstrapped ViT is drawn without its
+    agent, except by `features`, which draws the ViT and the agent separately."""
     loaded = [load_model(model, "image-classification", "cpu") for model in arguments.models]
     for initialization in arguments.initialization:
         torch.manual_seed(0)
@@ -148,9 +148,10 @@ def rows(measured: Mapping[str, Sequence[LayerStatistics]], layers: Sequence[int
 def draw_maps(
     measured: Mapping[str, Sequence[LayerStatistics]], layers: Sequence[int], head: int | None = None
 ) -> Figure:
-    """Draw attention maps: a row of panels for each layer, and two panels for each model. The first panel is the map
-    of one head or the mean over heads, and the second is the map's upper left corner. Rows of a map are queries, and
-    columns are keys. The color scale ends at the larger of the 99.8th percentile and ten times uniform attention."""
+    """Draw attention maps: a row of panels for each layer, and in each row two panels for each model. The first panel
+    is the map of one head or the mean over heads. The second panel is the upper left corner of this map. Rows of
+    a map are queries, and columns are keys. The color scale ends at the 99.8th percentile or at ten times uniform
+    attention, whichever is larger."""
     figure = Figure(figsize=(3.3 * len(measured), 1.6 * len(layers) + 0.3), **STYLE)
     axes = figure.subplots(len(layers), 2 * len(measured), squeeze=False)
     for panels, layer in zip(axes, layers, strict=True):
@@ -188,7 +189,7 @@ def draw_entropy(measured: Mapping[str, Sequence[LayerStatistics]]) -> Figure:
 
 @torch.no_grad()
 def feature_maps(model: PreTrainedModel, batches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return a list of the norms of feature vectors after each layer, `(images, rows, columns)`."""
+    """Return a tensor for each layer: the norms of the layer's output vectors, `(images, rows, columns)`."""
     found = []
     for pixel_values in batches:
         states, grid = model(pixel_values, output_hidden_states=True).hidden_states[1:], patch_grid(model.config)

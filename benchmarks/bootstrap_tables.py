@@ -188,8 +188,8 @@ def run_elastic(arguments, name: str, seed: int) -> dict:
 
 
 def compare_elastic(arguments):
-    """Compare the first seed's students with the unchanged teacher, and with the teacher on smaller images, on random
-    patches, and with ToMe."""
+    """Compare the first seed's students with the teacher. The teacher runs on full-size images, on smaller images, on
+    random patches, and with ToMe."""
     seed = arguments.seeds[0]
     baselines = load_teachers(arguments.teacher, "ViT", [16, 24])
     baselines += [with_random_patches(*load_teacher(arguments.teacher), count, seed) for count in (16, 36)]

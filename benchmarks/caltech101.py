@@ -65,8 +65,8 @@ from token_merging import SEARCH_RATE, MergedViT, baseline, diffrate, merging, t
 VARIANTS = {
     "fixed": [],
     "elastic": ["--num_tokens", "9", "16", "25", "36", "49", "64"],
-    # With --tokens 256 (one for each patch), the linear layers of 3 blocks cost as much as the linear layers of 12
-    # blocks with 64 tokens.
+    # `--truncate 9` leaves 3 of the 12 blocks. Their linear layers cost as much with 256 tokens (one for each patch)
+    # as the linear layers of 12 blocks with 64 tokens.
     "3 blocks": ["--truncate", "9"],
     "paper": ["--focusing", "paper", "--preset", "paper", "--learning_rate", "2e-3", "--warmup_steps", "54"],
 }
@@ -77,10 +77,11 @@ LOOKS = [(9, 36), (9, 64), (9, 16, 25, 36, 49, 64)]
 # and the other photograph are `CANVAS` times as wide and as high as the image.
 VIEWS = ("photographs", "small", "small, on photographs")
 CANVAS = 2.5
-# Views in the tables of students. Keys are the prefixes of column names.
+# The views on which students are measured, by the prefix of their columns in the tables.
 SEEN = {"test": VIEWS[0], "canvas": VIEWS[1]}
 BATCH_SIZE = 64
-# Names of the variants in pictures, and sizes of the teacher's smaller images in pixels.
+# `METHODS`: labels of the variants in pictures. `RESOLUTIONS`: image sizes in pixels at which the teacher is compared
+# with students.
 METHODS = {
     "fixed": "SparseFormer, inherited start",
     "elastic": "one SparseFormer, any number of tokens",
@@ -376,7 +377,8 @@ def measure_peer(arguments, model: MergedViT, teacher, processor) -> dict:
 
 
 def compare_features(arguments):
-    """Measure embeddings of classes that bootstrapping excludes. On other data than Caltech-101, use all classes."""
+    """Measure embeddings of the classes on which the student is not bootstrapped. On other data than Caltech-101,
+    bootstrap and test on all classes."""
     runs, seed = arguments.runs_dir, arguments.seeds[0]
     train, test = (load_images([images], "train") for images in (arguments.train, arguments.test))
     kept, epochs, left_out, classes = arguments.train, 2, [], f"all {len(class_names(train))} classes"
@@ -469,7 +471,7 @@ def over_seeds(accuracies: list[float]) -> dict:
 
 def make_table(arguments):
     """Average all finished runs over seeds. Write a table for fixed numbers of tokens and one for
-    `classify_adaptively`. Draw the elastic student beside the students for one number of tokens."""
+    `classify_adaptively`. Draw the elastic student and the students that were trained for one number of tokens."""
     groups = {}
     for file in sorted(arguments.runs_dir.glob("*/measured.json")):
         for run in json.loads(file.read_text(encoding="utf-8")):

@@ -20,7 +20,8 @@
 - `larger` measures images of twice the size. `speed` times both placements, and `picture` draws their tokens.
 - `rivals` copies the weights of a student with a grid into Adaptive Patch Transformer (CHECKOUT of
   github.com/rccchoudhury/apt, needs ipdb, einops and cv2) and into timm's NaFlexViT. The entropy threshold of Adaptive
-  Patch Transformer is set so that its mean number of tokens is the student's. NaFlexViT keeps the aspect ratio.
+  Patch Transformer is set so that the mean number of patches equals the student's number of tokens. NaFlexViT keeps
+  the aspect ratio.
 """
 
 import argparse
@@ -73,8 +74,9 @@ PLACEMENTS = ("grid", "content")
 TOKENS = [9, 16, 25, 36, 49, 64]
 # Value of `frugalvit bootstrap --zoom_out` for all students.
 ZOOM_OUT = 3.0
-# Settings of `glances`: factors of block scores; numbers of tokens in the first pass (grid) and the second pass
-# (content); smallest probability of the likeliest class for which an image needs no second pass.
+# Settings of `glances`. `MARGINS`: factors of block scores. `GLANCES`: numbers of tokens in the first pass (on a grid)
+# and in the second pass (by content). `CONFIDENCES`: an image needs no second pass if the probability of its likeliest
+# class reaches this threshold.
 MARGINS = (1.0, 1.5)
 GLANCES = ((9, 36), (16, 36), (16, 49), (16, 64))
 CONFIDENCES = (0.3, 0.4, 0.5, 0.6, 0.7)
@@ -267,8 +269,7 @@ def compare_rivals(arguments):
 
 
 def classify_placed(placement, arguments, model, image_format, images, count, view) -> tuple[torch.Tensor, float]:
-    """Return the logits of all images, and the mean number of tokens in an image. All functions in `RIVALS` are called
-    with the arguments after `placement`."""
+    """Return the student's logits of all images with this placement, and the number of tokens in an image."""
     model.set_placement(placement)
     logits = torch.cat([model(batch, num_tokens=count).logits for batch in images.split(32)])
     model.set_placement("grid")
@@ -305,7 +306,7 @@ def classify_apt(arguments, model, image_format, images, count, view) -> tuple[t
 
 
 def embed_apt(embeddings, images: torch.Tensor, chosen: dict, size: int) -> PatchSparseFormerEmbeddingsOutput:
-    """Replace `PatchSparseFormerModel.embed_each`: embed the patches in `chosen`, the tokenizer's output."""
+    """Embed the patches in `chosen`, the output of Adaptive Patch Transformer's tokenizer."""
     tokens, areas = [], []
     for level in range(SCALES):
         side = embeddings.patch_size[0] * 2**level

@@ -13,8 +13,8 @@
     python benchmarks/context_broadcast_tables.py speed          # cost of each kind in a ViT-S, 224 x 224 pixels
 
 By default, a ViT has 64 patches, [CLS], width 96, 4 blocks and 4 heads, and is trained on 6,000 images for 6 epochs.
-The tables of impulse_tables.py have the same sizes. "inserted" and "speed" train nothing. After the last epoch,
-accuracy is measured on test images, on test images with a quarter of each image hidden, and under an FGSM attack.
+impulse_tables.py uses the same sizes. "inserted" and "speed" train nothing. After the last epoch, accuracy is
+measured on test images, on test images with a quarter of each image hidden, and under an FGSM attack.
 Entropy of attention is averaged over layers, heads and images. Finished runs under --runs-dir are reused, so an
 interrupted command can be repeated. Seeds can run in parallel. The output is context_broadcast_TABLE.json.
 `frugalvit train --config context-broadcast-small` and similar recipes have the paper's sizes and budgets.

@@ -10,7 +10,7 @@ scores of the linear layer for a test image are interpolated to the mask's size.
   patches, and with ToMe (github.com/facebookresearch/ToMe, not tuned). A grid cell without a patch gets the features
   of the nearest kept patch. Grid cells of merged patches get the features of the merged token.
 - Students run on images of 336 x 448 pixels with fewer tokens. They are measured before training. Students named by
-  --bootstrap are then trained to match the teacher's embeddings and feature maps and measured again. The training
+  --bootstrap are then trained to match the teacher's embeddings and feature maps, and are measured again. The training
   uses no masks. In the student with "alone" in its name, only the upsampler is trained.
 - Cosines compare feature maps with those of the teacher on test images. Milliseconds are the time for one image on the
   CPU in float32. Backbones are timed in turns.

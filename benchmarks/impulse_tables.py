@@ -73,7 +73,8 @@ IMPULSES = {
     for method, options in METHODS.items()
     for values in VALUE_INITS
 }
-# Algorithm 1 as printed, and with bounded weights as in the authors' code. Values have the default initialization.
+# Algorithm 1 as printed in the paper, and with bounded weights as in the authors' code. In all these rows, values have
+# the default initialization.
 IMPULSES_OF_PAPER = {
     name: row for name, row in IMPULSES.items() if "Algorithm 1 " in name and name.endswith("default values")
 }

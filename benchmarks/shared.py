@@ -141,7 +141,7 @@ def read_rows(path: Path) -> list[dict]:
 
 
 def print_rows(rows: list[dict]):
-    """Print rows as a table, without columns of lists, which hold the values of single seeds."""
+    """Print rows as a table. Values that are lists (one number for each seed) are left out."""
     print(format_table([{k: v for k, v in row.items() if not isinstance(v, list)} for row in rows]), flush=True)
 
 
@@ -279,7 +279,7 @@ def measure_speeds(
     programs: Mapping[str, Callable] | None = None,
 ) -> list[dict]:
     """Measure images per second on the CPU for each dtype and batch size. Models and programs are timed in turns.
-    Programs have a precision of their own, so they are timed only beside the models of the first dtype."""
+    The precision of a program is fixed, so programs are timed only together with the models of the first dtype."""
     rows = []
     programs = programs or {}
     macs = {name: count_macs(model, size).macs_with_attention for name, model in models.items()}

@@ -499,7 +499,7 @@ def update_rates(vit: PooledViT):
 
 @contextmanager
 def peer(checkout: str | Path, package: str):
-    """Import from a checkout within this context only, because its modules may hide installed packages."""
+    """Make a checkout importable within this context only, because its modules may hide installed packages."""
     if not (Path(checkout) / package).is_dir():
         raise ValueError(f"{str(checkout)!r} is no checkout with a package {package!r}.")
     sys.path.insert(0, str(checkout))

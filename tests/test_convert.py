@@ -40,7 +40,7 @@ def to_showlab(model) -> dict[str, torch.Tensor]:
     """Return a model's weights with the parameter names of the reference implementation."""
     weights = model.state_dict()
     names = list(checkpoint_of("v1" if model.config.is_v1 else "bootstrapped"))
-    # The fixtures have few blocks. For deeper models, the names of the last block's weights are repeated.
+    # The fixtures have few blocks. More blocks have the same parameter names as the last block, with other numbers.
     last = max(name.split(".")[1] for name in names if name.startswith("layers."))
     block = [name.partition(f"layers.{last}.")[2] for name in names if name.startswith(f"layers.{last}.")]
     names += [f"layers.{index}.{name}" for index in range(int(last) + 1, 60) for name in block]
@@ -94,7 +94,6 @@ class TestCommand:
     @pytest.mark.parametrize("variant", ["v1", "bootstrapped"])
     @torch.no_grad()
     def test_classifiers(self, tmp_path, capsys, variant, suffix):
-        """The converted model computes the fixture's logits. The test passes `--variant` only with safetensors."""
         source = tmp_path / f"checkpoint{suffix}"
         if suffix == ".pth":
             torch.save({"model": checkpoint_of(variant)}, source)
@@ -123,7 +122,8 @@ class TestCommand:
         config = AutoConfig.from_pretrained(tmp_path / "out")
         assert config.architectures == ["SparseFormerVisionModelWithProjection"]
         assert (config.projection_dim, config.hidden_act) == (10, "quick_gelu")
-        # The fixture's model has GELU and a classifier bias, so the test sets GELU and subtracts the bias from logits.
+        # The fixture's logits come from a classifier with GELU and a bias. A projection has no bias, so the bias is
+        # subtracted from these logits.
         model = SparseFormerVisionModelWithProjection.from_pretrained(tmp_path / "out", hidden_act="gelu")
         reference = load_file(FIXTURES["bootstrapped"])
         expected = reference["logits"] - reference["state.proj.bias"]

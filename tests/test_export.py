@@ -55,7 +55,7 @@ new MutationObserver(() => {
   close();
 }).observe(shown, { childList: true });
 </script>"""
-# The example code in model cards must not need these packages, so this code blocks their import.
+# The example code in model cards must run although this code blocks the import of four packages.
 BLOCKED = """
 import sys
 

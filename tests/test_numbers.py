@@ -68,13 +68,13 @@ def split_comment(cell: str) -> tuple[str, str]:
 
 
 def cells(comment: str, table: str) -> Iterator[tuple[str, str, set[str], list[str], str]]:
-    """Yield the column's title, the row's name, the address, the keys and the text of each cell with an address.
+    """Yield each cell that has an address: the column's title, the row's name, the cell's address, keys and text.
 
-    The comment above a table lists the results files, and then one address for each column after the first. A column's
-    address ends with its keys: `student=elastic / accuracy ± spread`. A row's address is the comment in the row's
-    first cell, or the text of this cell if there is no comment. A cell's address joins the addresses of its column and
-    its row. `*` in a column's address stands for the first word of the row's address. If a cell after the first has a
-    comment, this comment is the cell's whole address.
+    The comment above a table lists the results files, and then one address for each column after the first. In
+    `student=elastic / accuracy ± spread`, the last part lists the keys of the cell's numbers. A row's address is the
+    comment in the row's first cell, or the text of this cell if there is no comment. The addresses of column and row
+    together are a cell's address. `*` in a column's address stands for the first word of the row's address. A comment
+    in a cell after the first replaces the cell's address.
     """
     _, *columns = [column.strip() for column in comment.split("|")]
     header, _, *rows = [[cell.strip() for cell in line[1:-1].split("|")] for line in table.splitlines()]
@@ -91,7 +91,7 @@ def cells(comment: str, table: str) -> Iterator[tuple[str, str, set[str], list[s
 
 @pytest.mark.parametrize(("comment", "table"), [table for page in PAGES.values() for table in tables(page)])
 def test_tables_have_the_numbers_at_their_addresses(comment, table):
-    """All values of the results files with a cell's address must equal the cell's numbers, up to rounding."""
+    """Every value of the results files that matches a cell's address equals the cell's number, up to rounding."""
     files = [file for name in comment.split("|")[0].split() for file in ROOT.glob(name)]
     known = [leaf for file in files for leaf in leaves(file)]
     for title, name, words, keys, text in cells(comment, table):

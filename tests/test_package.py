@@ -73,7 +73,6 @@ SOURCES = sorted(path for folder in ROOMS for path in (ROOT / folder).rglob("*.p
 
 
 def test_imports_point_one_way():
-    """A module may import only from its own folder and the folders before this folder in `ROOMS`."""
     for path in SOURCES:
         room, *folders = path.relative_to(ROOT).parent.parts
         package = ".".join(["frugalvit", *([] if room == "frugalvit" else [room]), *folders])

@@ -19,7 +19,7 @@ LABELS = torch.arange(60) // 2
 
 
 def test_scores_of_a_rotated_query():
-    """The ten images nearest to 0 degrees are 0 to 9. The ten images nearest to 5.2 degrees are 1 to 10."""
+    """Images 0 to 9 are nearest to the query at 0 degrees. Images 1 to 10 are nearest to the query at 5.2 degrees."""
     angle = math.radians(5.2)
     queries = torch.tensor([[1.0, 0.0], [math.cos(angle), math.sin(angle)]])
     truth = index_recall.nearest(queries[:1], 5 * INDEX, leave_out=False)

@@ -131,7 +131,7 @@ def test_zero_shot_accuracy(has_student, clip_folder, student_folder, labeled, t
         sentences = F.normalize(model.get_text_features(**inputs).pooler_output, dim=-1)
         classes.append(F.normalize(sentences.mean(0), dim=-1))
     if has_student:
-        # The student and `pixels` normalize images with a mean and std of 0.5. The CLIP's mean and std are different.
+        # The student's images are normalized with a mean and std of 0.5, unlike the CLIP's images.
         embeddings = SparseFormerVisionModelWithProjection.from_pretrained(student_folder)(pixels()).image_embeds
     else:
         pixel_values = processor(images=[picture(seed) for seed in range(20)], return_tensors="pt")["pixel_values"]

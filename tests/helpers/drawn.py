@@ -21,7 +21,7 @@ def noise(size: tuple[int, int] = (48, 40), seed: int = 0) -> Image.Image:
 
 
 def scene(seed: int, height: int = 40, width: int = 52) -> tuple[np.ndarray, np.ndarray]:
-    """Return an image of rectangles and its mask with four classes. The image is 60 times the mask."""
+    """Return an image of rectangles and its mask with four classes. Pixel values are 60 times the class numbers."""
     generator = np.random.default_rng(seed)
     mask = np.zeros((height, width), np.uint8)
     for label in (1, 2, 3):

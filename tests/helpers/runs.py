@@ -28,8 +28,8 @@ def make(command: str, output_dir, **options):
 
 
 def check_defaults(command: str, output_dir, make_in_python, **options):
-    """Check that a trainer made in Python has the same arguments as the command's trainer. `make_in_python` makes this
-    trainer from the command's trainer and arguments."""
+    """Check that `make_in_python` returns a trainer with the same arguments as the command's trainer. `make_in_python`
+    is called with the command's trainer and its training arguments."""
     # None removes an option of `SHORT` from the command, so that this option has its default value.
     options = dict.fromkeys(("num_train_epochs", "per_device_train_batch_size", "logging_steps")) | options
     own = make(command, output_dir, **options)

@@ -10,7 +10,7 @@ from kinds import KINDS
 
 
 def nightly_but(*kinds: str, of=tuple(KINDS)):
-    """Parametrize a test's argument `kind` with all names in `of`. Names outside `kinds` are tested only nightly."""
+    """Parametrize a test's argument `kind`. Names in `kinds` are always tested, other names in `of` only nightly."""
     others = [pytest.param(kind, marks=pytest.mark.nightly) for kind in of if kind not in kinds]
     return pytest.mark.parametrize("kind", [*kinds, *others])
 
@@ -69,7 +69,7 @@ class TestCompilationAndExport:
     @pytest.fixture
     def classifier(self, kind, make_model, request) -> transformers.PreTrainedModel:
         """Return a tiny classifier with one layer, because export takes time for each layer. The test of graph breaks
-        gets two layers."""
+        gets a classifier with two layers."""
         fewer = {"num_focusing_iterations": 2} if kind in ("bootstrapped", "patches", "v1") else {}
         layers = 2 if request.function.__name__ == "test_compile_without_graph_breaks" else 1
         return make_model("classifier", kind, num_hidden_layers=layers, **fewer)

@@ -94,7 +94,7 @@ def test_initial_rois_of_every_count_cover_the_image():
 
 
 def test_a_resized_grid_has_one_count(make_model):
-    """Resizing the grid to 9 tokens removes the other token counts, which were trained with the 4 x 4 grid."""
+    """`resize_tokens(9)` removes all token counts, because they were trained with the old grid of 4 x 4 tokens."""
     model = make_model("base", "patches", num_latent_tokens=16, elastic_token_counts=[4, 9, 16])
     model.resize_tokens(9)
     assert model.config.elastic_token_counts is None

@@ -134,7 +134,7 @@ def test_a_saved_classifier_has_only_the_code_that_it_runs(kind, saved):
 
 class TestFolder:
     def test_a_folder_has_all_source_files_and_no_others(self, kind, saved):
-        """Relative imports reach every saved source file. The code needs torch, transformers and huggingface_hub."""
+        """Relative imports reach every source file. The code needs only torch, transformers and huggingface_hub."""
         for model_class in KINDS[kind].classes:
             folder = saved[0] / folder_name(kind, model_class)
             entry = f"{model_class.__module__.rpartition('.')[2]}.py"

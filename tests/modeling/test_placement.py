@@ -62,7 +62,7 @@ def test_cells_tile_the_image_and_blocks_with_the_highest_scores_are_split(grid,
     shapes = [(grid[0] // 2, grid[1] // 2), *finer(grid, levels)]
     split_scores = [torch.rand(3, *shape, generator=generator) for shape in shapes[:-1]]
     if ties:
-        # Rounding down makes scores of blocks equal: the scores become 0, 1 or 2 if `ties` is 1, and 0 otherwise.
+        # If `ties` is 1, scores are rounded to 0, 1 or 2, so many scores are equal. Otherwise, all scores are 0.
         split_scores = [(scores * (3 if ties == 1 else 0)).floor() for scores in split_scores]
     cells = choose_cells(split_scores, grid)
     assert cells.shape == (3, math.prod(grid)) and (cells.diff(dim=1) > 0).all()

@@ -113,7 +113,6 @@ def test_points_that_are_nan_give_nan_and_a_safe_backward_pass():
 
 
 def test_gradients_of_a_batch_are_the_sum_of_its_images(generation, make_model, pixel_values):
-    """v1 computes its first attention once for a batch, but clips each image's gradients of sampling points."""
     model = make_model(SparseFormerModel, generation, drop_path_rate=0.0).train()
 
     def gradients(images):

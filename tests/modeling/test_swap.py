@@ -71,8 +71,8 @@ def test_a_tower_of_another_width_and_family_has_a_new_first_layer(tmp_path):
 @pytest.mark.parametrize("make", [make_llava, make_paligemma])
 @torch.no_grad()
 def test_channels_are_matched(make):
-    """The new first layer rescales each channel to the original tower's mean and deviation. Then it applies the
-    original layer."""
+    """The new first layer rescales each channel to the original tower's mean and standard deviation, and then applies
+    the original layer."""
     original = make()
     before = {name: value.clone() for name, value in original.state_dict().items()}
     model = swap_vision_tower(original, make_tower(original))

@@ -30,7 +30,7 @@ PROCESSOR = make_processor(make_llava())
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """Save a LLaVA and a SparseFormer as its vision tower, and return their folder."""
+    """Save a LLaVA, and a SparseFormer that can replace its vision tower. Return the folder of both."""
     folder = tmp_path_factory.mktemp("pair")
     save_to_swap(folder, make_llava(), elastic_token_counts=[4, 7])
     return folder

@@ -34,7 +34,7 @@ def test_views_of_little_data_are_cropped_flipped_augmented_and_erased():
     assert (views(crop_padding=0) == whole).all() and (views(crop_padding=0, flip=1.0) == whole.flip(-1)).all()
     for padding_mode in ("reflect", "constant"):
         padded = views(padding_mode=padding_mode)
-        # Constant padding is black, so only this padding gives a first row without green.
+        # Constant padding is black, so the first row of some views has no green. Reflected rows have green.
         assert len(padded.unique(dim=0)) > 15 and (padded[:, 1, 0].amax(1) == 0).any() == (padding_mode == "constant")
     erased = views(crop_padding=0, erasing=1.0)
     assert (erased.permute(0, 2, 3, 1)[(erased != whole).any(1)] == 128).all()

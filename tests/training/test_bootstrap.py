@@ -73,7 +73,6 @@ def test_student_and_teacher_are_aligned(first):
     alignments, losses = logged(own, "eval_alignment"), logged(own, "loss")
     assert alignments[-1] > alignments[0] + 0.05 and losses[-1] < losses[0] - 0.05
     assert own.metrics["alignment"] == max(alignments) and "teacher_accuracy" in own.metrics
-    # The trainer's metrics must equal those of the saved student.
     student = AutoModelForImageClassification.from_pretrained(folder).eval()
     assert_equal(student.state_dict(), own.student.state_dict())
     pixels, labels = pixels_of(own), torch.tensor(own.eval_dataset.images["label"])
@@ -128,7 +127,7 @@ def test_the_schedule_is_a_warm_up_and_half_a_cosine(make):
 
 
 def test_an_inherited_start_has_its_rate_from_the_first_step(make, teacher):
-    """All weights except the classifier's are trained. The module `forecast` has the full learning rate."""
+    """Inherited weights have 0.02 times the learning rate of `forecast`. Only the classifier is not trained."""
     model = AutoModelForImageClassification.from_pretrained(teacher)
     student = PatchSparseFormerForImageClassification.from_teacher(teacher, 4, placement="content")
     before = {name: value.clone() for name, value in student.state_dict().items()}
