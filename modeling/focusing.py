@@ -52,7 +52,7 @@ def initial_sampling_offsets(num_points: int) -> torch.Tensor:
     return torch.cartesian_prod(center, center).flip(1)
 
 
-# One adjustment scales a RoI by at most exp(8), almost 3,000. RoIs stay finite in float32 after five adjustments.
+# One adjustment scales a RoI by at most exp(8), almost 3,000. After five adjustments, RoIs are finite in float32.
 MAX_LOG_SCALE = 8.0
 
 
@@ -235,8 +235,9 @@ class SparseFormerLatents(nn.Module):
 class SparseFormerMixing(nn.Module):
     """Adaptive mixing: each token generates two matrices that multiply the token's sampled features.
 
-    The matrices are channels x channels and mixed_points x points. A linear layer to the token width follows. v1 has a
-    bias and a GELU after each product. Bootstrapped models have one GELU after both products and no biases.
+    The matrices have the shapes `(channels, channels)` and `(mixed_points, points)`. A linear layer to the token width
+    follows. v1 has a bias and a GELU after each product. Bootstrapped models have one GELU after both products and no
+    biases.
     """
 
     def __init__(self, config: SparseFormerConfig, hidden_size: int):

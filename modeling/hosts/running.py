@@ -12,8 +12,8 @@ from .anatomy import Anatomy, Block
 
 @contextmanager
 def record_hidden_states(anatomy: Anatomy) -> Iterator[list[torch.Tensor]]:
-    """Record the hidden states of the last forward pass in a list. The list holds the tokens before the first block
-    and after each block, each `(batch, prefix + patches, hidden_size)`."""
+    """Return a context that records hidden states in a list. After each forward pass in the context, the list holds
+    the tokens before the first block and after each block, each `(batch, prefix + patches, hidden_size)`."""
     hidden_states: list[torch.Tensor] = []
 
     def record_input(module, arguments, keywords):
