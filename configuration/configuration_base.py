@@ -125,8 +125,8 @@ class VisionConfig(FrugalViTConfig):
     resample: int = 2
 
     def validate_preprocessing(self):
-        """Check that `image_mean` and `image_std` are both set or both `None`. Check that a list has a value for each
-        channel."""
+        """Check that `image_mean` and `image_std` are both set or both `None`. If they are lists, check that they have
+        one value for each channel."""
         if (self.image_mean is None) != (self.image_std is None):
             raise ValueError(
                 f"`image_mean` is {self.image_mean} and `image_std` is {self.image_std}; give both or neither."

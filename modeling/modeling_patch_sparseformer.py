@@ -156,8 +156,8 @@ class PatchSparseFormerEmbeddings(nn.Module):
         )
 
     def positions_of(self, grid: tuple[int, int]) -> torch.Tensor:
-        """Return the positions of a grid's cells, `(cells, hidden_size)`. Positions are interpolated if `grid` is not
-        `config.token_grid`."""
+        """Return the position embeddings of a grid's cells, `(cells, hidden_size)`. They are interpolated if `grid` is
+        not `config.token_grid`."""
         own_grid = self.config.token_grid
         if grid == own_grid:
             return self.position_embeddings
@@ -322,7 +322,7 @@ class PatchSparseFormerModel(PatchSparseFormerPreTrainedModel):
             num_tokens (`int` or `torch.LongTensor` of shape `(batch,)`, *optional*):
                 Number of latent tokens, or a tensor with one number for each image. By default `config.num_tokens`, or
                 all tokens. With a tensor, tokens are padded to the largest number, and no token attends to padding.
-                Warns once if a number is not in `config.trained_token_counts`.
+                The model warns once if a number is not in `config.trained_token_counts`.
             output_rois (`bool`, *optional*, defaults to `False`): Return `rois`.
             output_attention_forecast (`bool`, *optional*, defaults to `False`): Return `attention_forecast`.
             output_tokens (`bool`, *optional*, defaults to `True`):

@@ -19,8 +19,9 @@ def geometric_bias(rois: torch.Tensor, height: int, width: int) -> torch.Tensor:
     """Return the logarithm of a Gaussian for each token. The center of the Gaussian is the center of the token's RoI.
 
     The paper specifies only "the Gaussian-like form w.r.t. token RoIs". Our standard deviations are half the RoI's
-    width and half its height. The logarithm is then -1/2 in the middle of an edge, and -4.5 one RoI size farther out.
-    Standard deviations are at least one cell, so that a RoI that has shrunk to a point keeps a weight in its cell.
+    width and half its height. In the middle of a RoI's left edge, the logarithm is then -1/2. One RoI width farther
+    left, it is -4.5. Standard deviations are at least one cell, so that a RoI that has shrunk to a point keeps a
+    weight in its cell.
 
     Args:
         rois (`torch.Tensor` of shape `(batch, tokens, 4)`): Left, top, right, bottom, 0 to 1 across the image.

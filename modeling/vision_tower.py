@@ -44,7 +44,7 @@ def swap_vision_tower(
     """Return a VLM whose vision tower is replaced by a SparseFormer.
 
     `vision_feature_layer` is converted to a negative index, because the last blocks of the old and
-    new tower correspond. For example, layer 22 of a tower with 24 blocks becomes -3.
+    new tower correspond. For example, layer 22 of a tower with 24 blocks (25 hidden states) becomes -3.
 
     Args:
         vlm (`PreTrainedModel`):
@@ -254,7 +254,7 @@ def match_channels_(
 
 
 def record_projector_inputs(vlm: nn.Module, pixel_values: torch.Tensor) -> torch.Tensor:
-    """Return the input of a VLM's projector for images, `(batch, tokens, channels)`."""
+    """Run a VLM's vision tower on images. Return the input of the projector, `(batch, tokens, channels)`."""
     recorded = []
     projector = vlm.model.multi_modal_projector
     handle = projector.register_forward_pre_hook(lambda module, inputs: recorded.append(inputs[0]))

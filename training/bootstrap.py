@@ -219,7 +219,7 @@ class BootstrapTrainer(ImageTrainer):
     Args:
         teacher (`PreTrainedModel`): A vision transformer.
         model (`PreTrainedModel`): The student. A student from `from_teacher` is new. A student from `from_pretrained`
-            continues its bootstrapping, with other default arguments (see `resolve_arguments`).
+            continues its bootstrapping. New and continued students have different defaults (see `resolve_arguments`).
         args (`BootstrapArguments`): The training arguments.
         train_dataset: Images, with or without labels: a `datasets.Dataset`, a PyTorch dataset (of images, of pairs of
             image and label, or of dictionaries with `image`), a list of PIL images or of paths, or a folder's name.
