@@ -20,7 +20,10 @@ CHECKPOINTS, RESULTS = HERE.parent / "checkpoints", HERE.parent / "results"
 # For each kind of model, the Auto class and code that runs the model.
 KINDS = {
     "classifier": ("AutoModelForImageClassification", "logits = model(**inputs).logits  # (1, classes)"),
-    "vision tower": ("AutoModel", "embedding = model(**inputs).image_embeds  # (1, channels), beside a CLIP's texts"),
+    "vision tower": (
+        "AutoModel",
+        "embedding = model(**inputs).image_embeds  # (1, channels), to compare with the CLIP's text embeddings",
+    ),
     "vision model": (
         "AutoModel",
         "outputs = model(**inputs)\n"
@@ -32,7 +35,7 @@ KINDS = {
         "[classes] = processor.post_process_semantic_segmentation(outputs)  # (height, width)",
     ),
 }
-COUNTED = re.compile(r"Counted: ([\d,]+) parameters(?: of both)?(?:, ([\d.]+) G multiply-accumulates)?")
+COUNTED = re.compile(r"(?:has|have) ([\d,]+) parameters(?: and needs ([\d.]+) G multiply-accumulates)?")
 
 
 def describe_recipe(file: Path) -> dict:
@@ -41,7 +44,9 @@ def describe_recipe(file: Path) -> dict:
     lines = [line.removeprefix("#").removeprefix(" ") for line in text.splitlines() if line.startswith("#")]
     # Indented lines are commands.
     prose = "\n".join("" if line.startswith("  ") else line for line in lines)
-    about, *notes = (" ".join(part.split()) for part in re.split(r"\n{2,}", prose))
+    # Lines of a table stay separate. Lines of other paragraphs are joined.
+    parts = [part.strip() for part in re.split(r"\n{2,}", prose)]
+    about, *notes = (part if part.startswith("|") else " ".join(part.split()) for part in parts)
     return {
         "arguments": yaml.safe_load(text),
         "about": about,
@@ -64,13 +69,15 @@ def kind_of(recipe: dict) -> str:
 def card_of(name: str, recipe: dict) -> str:
     """Return a recipe's card in Markdown."""
     auto_class, use = KINDS[kind_of(recipe)]
+    several = len(recipe["commands"]) > 1
+    does = "These commands train and evaluate the model" if several else "This command trains the model"
     about = [
         f"# {name}",
         recipe["about"],
-        "**Weights are not published here.** These commands train them:",
+        f"**The weights are not published.** {does}:",
         "```bash\n" + "\n".join(recipe["commands"]) + "\n```",
         *recipe["notes"],
-        "**Use** after training.",
+        "**Use the model** after training:",
         f"```python\nimport frugalvit\nfrom transformers import AutoImageProcessor, {auto_class}\n\n"
         f'processor = AutoImageProcessor.from_pretrained("{name}")\n'
         f'model = {auto_class}.from_pretrained("{name}")\n'
@@ -110,7 +117,7 @@ def list_of(recipes: dict[str, dict]) -> str:
     shipped = []
     for folder in sorted(path for path in CHECKPOINTS.iterdir() if (path / "README.md").is_file()):
         [result] = ModelCard.load(folder / "README.md").data.eval_results
-        measured = f"{result.metric_type} {100 * result.metric_value:.2f} % on {result.dataset_name}"
+        measured = f"{100 * result.metric_value:.2f} % on {result.dataset_name}"
         shipped.append(f"| [{folder.name}](../checkpoints/{folder.name}/README.md) | {measured} |")
     rows = []
     for name, recipe in recipes.items():
@@ -120,13 +127,15 @@ def list_of(recipes: dict[str, dict]) -> str:
     return "\n".join(
         [
             "# Model cards\n",
-            "These models ship and were measured here. `templates/` and `results/` make their cards.\n",
-            "| | |\n| --- | --- |",
+            "These models ship with frugalvit. Their accuracy was measured here. Their cards are rendered from\n"
+            "`templates/` and `results/`.\n",
+            "| model | accuracy on test images |\n| --- | --- |",
             *shipped,
-            "\nThese cards are for recipes: models of the papers and of today's backbones, with their commands.\n"
-            "**Their weights are not published here.** Accuracies in these cards are the papers'; sizes are counted.\n"
-            "`python model_cards/render.py` writes all cards.\n",
-            "| | | parameters | multiply-accumulates |\n| --- | --- | --- | --- |",
+            "\nThe next cards describe recipes. They train students of recent backbones, and the papers' models.\n\n"
+            "**The weights of these models are not published.** Accuracies in these cards are those of the papers.\n"
+            "A test counts parameters and multiply-accumulates.\n",
+            "`python model_cards/render.py` writes all cards and this list.\n",
+            "| recipe | kind of model | parameters | multiply-accumulates |\n| --- | --- | --- | --- |",
             *rows,
             "",
         ]

@@ -88,7 +88,7 @@ def build_on_meta_device(name: str):
 
 def counts(name: str) -> list[str]:
     """Read the number of parameters and the billions of multiply-accumulates from a recipe's comment."""
-    return re.search(r"Counted: ([\d,]+) parameters(?:, ([\d.]+) G multiply)?", read(name)[1]).groups()
+    return re.search(r"(?:has|have) ([\d,]+) parameters(?: and needs ([\d.]+) G)?", read(name)[1]).groups()
 
 
 QUICK = ("sparseformer-v1-tiny", "joint-small", "convmixer", "segment-augreg-base")
