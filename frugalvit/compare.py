@@ -28,6 +28,7 @@ from .training.data import class_names, label_numbers, readable_images, sample
 from .training.files import atomic_file, write_json, write_text
 from .training.loading import choose_device
 from .training.precision import choose_mixed_precision
+from .training.scores import share_error
 from .training.splits import check_classes, check_labels, match_labels
 from .training.text import format_markdown, format_table
 from .versions import origin, versions
@@ -315,9 +316,12 @@ def describe_score(name: str, correct: torch.Tensor, teacher: torch.Tensor | Non
     """
     count = len(correct)
     mean = correct.mean().item()
-    # Use the Wilson interval, because the usual standard error is zero if all answers are correct.
-    half = (mean * (1 - mean) / count + 1 / (4 * count**2)) ** 0.5 / (1 + 1 / count)
-    described = {name: mean, f"{name}_error": half, f"{name}_difference": None, f"{name}_difference_error": None}
+    described = {
+        name: mean,
+        f"{name}_error": share_error(mean, count),
+        f"{name}_difference": None,
+        f"{name}_difference_error": None,
+    }
     if teacher is not None:
         difference = correct - teacher
         described[f"{name}_difference"] = difference.mean().item()

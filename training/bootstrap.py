@@ -403,7 +403,8 @@ class BootstrapTrainer(ImageTrainer):
             return f"{text}, not evaluated."
         text += f": mean cosine with the teacher's embeddings {metrics['alignment']:.4f}"
         if "accuracy" in metrics:
-            text += f"; accuracy {metrics['accuracy']:.2%}, the teacher's is {metrics['teacher_accuracy']:.2%}"
+            accuracy = self.format_share(metrics["accuracy"])
+            text += f"; accuracy {accuracy}, the teacher's is {metrics['teacher_accuracy']:.2%}"
         names = [name for name in ("accuracy", "alignment") if f"{name}_{counts[0]}" in metrics]
         rows = [{"num_tokens": count} | {name: metrics[f"{name}_{count}"] for name in names} for count in counts]
         return f"{text}.\n\n{format_markdown(rows)}" if len(counts) > 1 else f"{text}."

@@ -164,7 +164,8 @@ class JointTrainer(SharpnessAwareTrainer):
     def summary(self, metrics: dict[str, float]) -> str:
         measured = ", not evaluated"
         if "accuracy" in metrics:
-            measured = f": accuracy {metrics['accuracy']:.2%} and {metrics['agent_accuracy']:.2%}"
+            accuracies = [self.format_share(metrics[name]) for name in ("accuracy", "agent_accuracy")]
+            measured = f": accuracy {' and '.join(accuracies)}"
         return f"A ViT and its agent CNN, trained together on {name_images(self.data_args)}{measured}."
 
     def run(self) -> dict[str, float]:

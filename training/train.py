@@ -319,7 +319,7 @@ class ImageClassificationTrainer(SharpnessAwareTrainer):
         config = self.saved_model.config
         measured = ", not evaluated"
         if "accuracy" in metrics:
-            measured = f": accuracy {metrics['accuracy']:.2%}"
+            measured = f": accuracy {self.format_share(metrics['accuracy'])}"
         architecture = getattr(config, "architecture", config.model_type)
         return f"A {architecture} classifier trained on {name_images(self.data_args)}{measured}."
 

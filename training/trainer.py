@@ -27,6 +27,7 @@ from .arguments import ArgumentParser, DataArguments, ImageTrainingArguments
 from .cards import write_card
 from .data import class_names
 from .files import apply_umask, check_output_outside_input
+from .scores import share_error
 from .splits import check_same_classes
 from .views import SetEpoch, StreamedViews, Views, as_images, collate
 
@@ -373,6 +374,11 @@ class ImageTrainer(Trainer):
             prefix = "eval_" if record["step"] <= self.kept_step and "eval_runtime" in record else "test_"
             found |= {name.removeprefix(prefix): record[name] for name in record if name.startswith(prefix)}
         return found
+
+    def format_share(self, share: float) -> str:
+        """Format a share of the images that `metrics` were measured on, in percent with its standard error."""
+        images = self.eval_dataset if self.test_dataset is None else self.test_dataset
+        return f"{share:.2%} ± {share_error(share, len(images)):.2%}"
 
 
 class SaveWhenInterrupted(TrainerCallback):

@@ -71,7 +71,8 @@ def test_both_models_learn_and_load_alone(variant, tmp_path):
         assert f"{model.num_parameters():,} parameters" in card.text
     pair = AutoModelForImageClassification.from_pretrained(out)
     assert torch.equal(pair(**pixels).logits, pair.vit(**pixels).logits)
-    assert f"accuracy {own.metrics['accuracy']:.2%} and {accuracy:.2%}" in (out / "README.md").read_text("utf-8")
+    accuracies = f"accuracy {own.format_share(own.metrics['accuracy'])} and {own.format_share(accuracy)}"
+    assert accuracies in (out / "README.md").read_text("utf-8")
 
 
 def test_python_and_command_have_the_same_defaults(tmp_path):

@@ -19,6 +19,7 @@ from transformers import (
 from frugalvit.training import models
 from frugalvit.training.data import load_images
 from frugalvit.training.loading import load_model
+from frugalvit.training.scores import share_error
 from frugalvit.training.train import ImageClassificationArguments, ImageClassificationTrainer, ModelArguments
 from runs import check_defaults, check_resumes, error_of
 from runs import make as make_trainer
@@ -45,7 +46,8 @@ def test_learns_and_saves_a_complete_repository(class_names, tmp_path):
     assert list(processor.image_mean) == [0.4, 0.5, 0.6] and dict(processor.size) == {"height": 32, "width": 32}
     assert measured(model.eval(), processor) == pytest.approx(own.metrics["accuracy"])
     card = (out / "README.md").read_text(encoding="utf-8")
-    assert f"accuracy {own.metrics['accuracy']:.2%}" in card and "frugalvit train --train_split" in card
+    error = share_error(own.metrics["accuracy"], 32)
+    assert f"accuracy {own.metrics['accuracy']:.2%} ± {error:.2%}." in card and "frugalvit train --train_split" in card
     assert str(tmp_path) not in card
 
 
