@@ -7,10 +7,10 @@
     python benchmarks/bootstrap_tables.py elastic --dataset TRAIN --eval-dataset TEST
     python benchmarks/bootstrap_tables.py compare --dataset TRAIN --eval-dataset TEST --tome CHECKOUT
 
-`elastic` continues the training of the shipped student. It trains one student for each number of tokens, and one
-student for all numbers. `compare` measures these students, the teacher with smaller images or fewer patches, and ToMe
-without tuning. Finished runs under --runs-dir are reused, so an interrupted command can be repeated. Seeds can run in
-parallel. The output is bootstrap_TABLE.json, elastic_cifar10.json, or compare_cifar10.json and .png.
+`elastic` continues the training of checkpoints/cifar10-sparseformer. It trains one student for each number of tokens,
+and one student for all numbers. `compare` measures these students, the teacher with smaller images or fewer patches,
+and ToMe without tuning. Finished runs under --runs-dir are reused, so an interrupted command can be repeated. Seeds
+can run in parallel. The output is bootstrap_TABLE.json, elastic_cifar10.json, or compare_cifar10.json and .png.
 """
 
 import json
@@ -188,8 +188,8 @@ def run_elastic(arguments, name: str, seed: int) -> dict:
 
 
 def compare_elastic(arguments):
-    """Compare the first seed's students with the teacher. The teacher runs on full-size images, on smaller images, on
-    random patches, and with ToMe."""
+    """Compare the teacher with the students that were trained with the first seed of `arguments.seeds`. The teacher
+    runs on full-size images, on smaller images, on random patches, and with ToMe."""
     seed = arguments.seeds[0]
     baselines = load_teachers(arguments.teacher, "ViT", [16, 24])
     baselines += [with_random_patches(*load_teacher(arguments.teacher), count, seed) for count in (16, 36)]

@@ -66,7 +66,7 @@ from small_clip import SENTENCES, train_and_save, word_tokenizer
 LANGUAGE = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 3, "num_attention_heads": 4}
 # Ridge penalty in `explained_variance`, relative to the mean squared norm of the regression's input columns.
 RIDGE = 0.1
-# Number of images with which channels are matched. `frugalvit swap --dataset` has the same default.
+# Number of images that `match_channels_` gets. `frugalvit swap --dataset` uses the same number by default.
 MATCHED_IMAGES = 1000
 VEHICLES = {"airplane", "automobile", "ship", "truck"}
 # Questions, and functions from the class name to the right answer.
@@ -357,7 +357,8 @@ def align(arguments, llava: Path, student: Path, name: str, seed: int) -> Path:
 def swapped_accuracy(
     llava_folder: Path, student: Path, images: datasets.Dataset, match_on: datasets.Dataset | None = None
 ) -> dict[str, float | int]:
-    """Measure a LLaVA's answers after the swap. If `match_on` is given, `match_channels_` uses these images."""
+    """Measure a LLaVA's answers to `images` after the swap. If `match_on` is given, `match_channels_` is
+    called with the images in `match_on` before the measurement."""
     llava, old_processor = load_model(llava_folder, "image-text-to-text", "cpu")
     tower, _ = load_model(student, "image-feature-extraction", "cpu")
     model = swap_vision_tower(llava, tower)

@@ -66,7 +66,8 @@ class Baseline:
 
 
 class Vision(nn.Module):
-    """A module that classifies images or, without `classifier`, embeds them. `source` holds the weights."""
+    """A module that computes `embed(images)` or, if `classifier` is given, `classifier(embed(images))`. The weights of
+    both functions belong to the module `source`."""
 
     def __init__(self, source: nn.Module, embed: Callable, classifier: Callable | None = None):
         super().__init__()

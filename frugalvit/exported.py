@@ -44,7 +44,7 @@ FORMATS = {
 }
 PRECISIONS = FORMATS["openvino"].precisions
 
-# Outputs of a model that an exported program keeps, and their descriptions.
+# Names and descriptions of outputs. An exported program returns only those outputs of the model that are listed here.
 OUTPUTS = {
     "logits": "scores of the labels",
     "image_embeds": "the image's embedding, of norm 1",
@@ -245,7 +245,8 @@ def read_report(folder: Path) -> dict:
         # Refuse Transformers' other formats: their programs are pickled, and a pickle can run code.
         if report["format"] not in FORMATS or report["format"] != json.loads(manifest)["export_format"]:
             raise ValueError(f"format {report['format']!r}, expected {' or '.join(FORMATS)} in both files")
-        # Refuse `default_factory`, for which PyTorch would import a module. `\u` escapes could hide `default_factory`.
+        # Refuse a manifest with `default_factory`, because PyTorch would import the module that this entry names.
+        # Refuse `\u` escapes too, because they could hide the word `default_factory`.
         if any(text in manifest for text in ("default_factory", "\\u")):
             raise ValueError(f"{MANIFEST} has more than dicts, lists and tuples of tensors")
         for part in report["parts"].values():

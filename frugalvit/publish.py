@@ -174,8 +174,8 @@ def check_texts(folder: Path):
 
 
 def check_code(path: Path, part: dict) -> dict:
-    """Return `part`, an object of the JSON file `path`. Raise a ValueError if the `auto_map` of `part` names code that
-    is not in the file's folder."""
+    """Check `part`, an object in the JSON file `path`. Raise a ValueError if the `auto_map` of `part` names code
+    that is not in the file's folder. Otherwise, return `part`, because `json.loads` uses the returned object."""
     for names in dict(part.get("auto_map") or {}).values():
         # A tokenizer's entry in `auto_map` lists a slow and a fast class. Each class may be None.
         for name in filter(None, [names] if isinstance(names, str) else names):

@@ -45,5 +45,6 @@ def read_ahead(
         # If the iteration ends early, the remaining results are not needed.
         for _, future in pending:
             future.cancel()
-        # Do not wait: Python may close this generator in a thread of the pool, which cannot wait for itself.
+        # Do not wait for the threads to end. Python may close this generator in one of these threads, and a thread
+        # cannot wait for its own end.
         pool.shutdown(wait=False)

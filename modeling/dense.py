@@ -123,8 +123,8 @@ class FeatureMaps(nn.Module):
                 self.upsamplers[name] = MapUpsampler(config, tuple(side / scale for side in self.stride))
 
     def size_of(self, pixel_values: torch.Tensor, scale: float = 1) -> tuple[int, int]:
-        """Return the number of rows and of columns of the feature map of images. `scale` multiplies both numbers.
-        Raise a ValueError if the images are smaller than `feature_stride`."""
+        """Return the number of rows and the number of columns of the feature map. `scale` multiplies both numbers.
+        Raise a ValueError if the images are smaller than one cell (`config.feature_stride`)."""
         height, width = pixel_values.shape[-2:]
         rows, columns = self.stride
         if height < rows or width < columns:

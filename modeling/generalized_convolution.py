@@ -42,8 +42,8 @@ def generalized_conv2d(
     reach = side // 2
     rows = math.ceil(num_positions / side)
     kernel = F.pad(weight, (0, rows * side - num_positions)).unflatten(-1, (rows, side))
-    # `reach` rows are padded above the map, as for the whole window. Below the map, `rows - 1 - reach` rows are
-    # padded. If this number is negative, the last rows of the map are cropped.
+    # Above the map, `reach` rows of zeros are added. Below the map, `rows - 1 - reach` rows of zeros are added. If
+    # this number is negative, rows at the bottom of the map are removed instead.
     return F.conv2d(F.pad(feature_map, (reach, reach, reach, rows - 1 - reach)), kernel, bias)
 
 

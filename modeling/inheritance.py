@@ -154,7 +154,7 @@ def read_teacher(
     anatomy.require_plain("bootstrap from", embeds=True, patches=patches)
     check_uniform(anatomy)
     blocks = len(anatomy.blocks)
-    # From 1 on, `truncate` is a number of blocks: 1.0 is one block, and 1.5 is an error.
+    # If `truncate` is at least 1, it is a number of blocks: 1.0 is one block, and 1.5 is an error.
     is_whole = truncate < 1 or truncate == int(truncate)
     truncated = round(truncate * blocks) if truncate < 1 else int(truncate)
     if isinstance(truncate, bool) or truncate < 0 or not is_whole or truncated >= blocks:
@@ -327,8 +327,8 @@ def positioned_prefix(anatomy: Anatomy) -> torch.Tensor:
 
 def blank_image_prefix(anatomy: Anatomy, index: int) -> torch.Tensor:
     """Return a teacher's class tokens and registers before block `index`, `(prefix tokens, hidden_size)`, for an image
-    of zeros. A student stores these tokens as parameters. They therefore cannot depend on the image, as the teacher's
-    tokens do after the first block."""
+    of zeros. A student stores these tokens as parameters, so they are the same for all images. After the
+    first block, the teacher's own class tokens and registers depend on the image."""
     with evaluation_mode(anatomy.model):
         hidden_states = compute_hidden_states(anatomy, torch.zeros_like(make_example(anatomy)[:1]))
     return hidden_states[index][0, : anatomy.num_prefix_tokens]

@@ -31,7 +31,8 @@ VALUE_INITS = ("default", "mimetic")
 
 @dataclass
 class HeadReport:
-    """Measurements of a head's attention map after initialization, computed from the pseudo input of the layer.
+    """Measurements of a head after initialization. The attention map is that of the layer's pseudo input, which
+    `impulse_init_` describes.
 
     Args:
         layer, head (`int`): Indices of the layer and the head.
@@ -198,8 +199,9 @@ def impulse_init_(
     The defaults differ from the paper. The paper's method is `solver="adam", value_init="default"` as printed, and
     `solver="adam_bounded", value_init="default"` in the authors' code. See docs/impulse_initialization.md.
 
-    Biases of queries and keys become zero. The pseudo input passes through the LayerNorm of the layer. The solvers
-    compute weights for the attention between patches, without [CLS] and registers.
+    A pseudo input stands in for the input that a layer gets in training. The solvers compute query and key weights for
+    which the attention map of the pseudo input approximates the impulse filter. The pseudo input passes through the
+    LayerNorm of the layer. Pseudo inputs contain no [CLS] and no registers. Biases of queries and keys become zero.
 
     Args:
         model (`nn.Module`): A plain vision transformer that adds positions to its tokens, see docs/models.md.
@@ -442,7 +444,7 @@ def _set_positions(vit: TransformerParts, positions: str):
 
 
 def _pseudo_input(kind: str, vit: TransformerParts, generator: torch.Generator | None) -> torch.Tensor:
-    """Return the pseudo input of the first block, `(patches, hidden_size)` in float32."""
+    """Return the pseudo input `kind`, `(patches, hidden_size)` in float32, before the LayerNorm of a layer."""
     positions = vit.patch_positions.float()
     if vit.pre_norm is not None:
         positions = _normalize(vit.pre_norm, positions)

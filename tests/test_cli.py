@@ -64,7 +64,8 @@ def test_the_program_lists_all_commands():
 
 
 def test_choices_list_every_defined_name():
-    """Importing the modules that define these names takes long, so `frugalvit.training.choices` repeats the names."""
+    """`frugalvit.training.choices` repeats the names of options' values, because the modules that define the names
+    take long to import."""
     from frugalvit import PatchSparseFormerConfig
     from frugalvit.configuration import configuration_bootstrapped_vit
     from frugalvit.configuration.configuration_vit_context_broadcast import (

@@ -1,4 +1,4 @@
-"""Check a model's outputs, and compute the error of a measured share."""
+"""Check that a model's outputs are finite, and compute the standard error of a share of images, such as accuracy."""
 
 import numpy as np
 import torch
@@ -15,6 +15,6 @@ def check_scores(scores: torch.Tensor | np.ndarray, what: str = "scores"):
 
 
 def share_error(share: float, count: int) -> float:
-    """Return half the width of the Wilson interval, one standard deviation, of a share of `count` images. The usual
-    standard error is 0 for shares of 0 and 1."""
+    """Return the standard error of a share of `count` images: half the width of the Wilson interval for one standard
+    deviation. The usual formula, sqrt(share * (1 - share) / count), would return 0 for shares of 0 and 1."""
     return (share * (1 - share) / count + 1 / (4 * count**2)) ** 0.5 / (1 + 1 / count)

@@ -50,7 +50,8 @@ def format_markdown(rows: Sequence[Mapping[str, object]]) -> str:
 
 
 def _columns_and_lines(rows: Sequence[Mapping[str, object]]) -> tuple[dict[str, bool], list[list[str]]]:
-    """Return a dict that maps each column to whether it contains texts, and a list of formatted cells for each row."""
+    """Return a dict and a list. The keys of the dict are the names of the columns. The values of the dict tell whether
+    the first value of a column is a text. The list has a list of formatted cells for each row."""
     columns: dict[str, bool] = {}
     for row in rows:
         for column, value in row.items():

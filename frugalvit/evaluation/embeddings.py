@@ -12,7 +12,7 @@ from ..modeling.hosts import Anatomy, read_anatomy
 from ..modeling.image_format import ImageFormat
 
 
-# Outputs of an exported model that are image embeddings, in the order of preference.
+# Names of outputs with image embeddings. If an exported model has both outputs, the first one is used.
 EMBEDDINGS = ["image_embeds", "pooler_output"]
 
 

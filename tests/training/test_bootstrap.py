@@ -127,7 +127,8 @@ def test_the_schedule_is_a_warm_up_and_half_a_cosine(make):
 
 
 def test_an_inherited_start_has_its_rate_from_the_first_step(make, teacher):
-    """Inherited weights have 0.02 times the learning rate of `forecast`. Only the classifier is not trained."""
+    """The learning rate of inherited weights is 0.02 times that of the new module `placement.forecast`. Training
+    changes all weights except the classifier's."""
     model = AutoModelForImageClassification.from_pretrained(teacher)
     student = PatchSparseFormerForImageClassification.from_teacher(teacher, 4, placement="content")
     before = {name: value.clone() for name, value in student.state_dict().items()}

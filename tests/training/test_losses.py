@@ -94,7 +94,7 @@ def test_tokens_are_compared_at_every_depth_with_the_teachers_in_their_rois(make
     loss = alignment(outputs, held)
     loss.backward()
     assert loss > 0 and student.base_model.stem.convolution.weight.grad.any()
-    # The loss ignores scale and shift, so it is zero if the student's tokens are 3 times their targets plus 1.
+    # Each token becomes 3 * target + 1. The loss is then zero, because it ignores scale and shift.
     shares = alignment.patch_weights(outputs.rois[-1])
     outputs.hidden_states = [
         torch.cat([states[:, : alignment.num_prefix_tokens], 3 * shares @ expected[:, -shares.shape[-1] :] + 1], dim=1)
