@@ -121,7 +121,8 @@ def make_teacher(arguments):
     seen = argparse.Namespace(**vars(arguments) | {"test": arguments.train, "test_images": None})
     probe = fit_probe(*caltech101.outputs_for(seen, anatomy.embed, image_format))
     with torch.no_grad():
-        # The classifier does not standardize its inputs, so the probe's mean and std are merged into the weights.
+        # The probe standardizes its inputs, and the classifier does not. The mean and std of the probe are therefore
+        # merged into the weight and bias of the classifier.
         model.classifier.weight.copy_(probe.linear.weight / probe.std)
         model.classifier.bias.copy_(probe.linear.bias - model.classifier.weight.cpu() @ probe.mean)
     model.save_pretrained(folder)
@@ -130,7 +131,7 @@ def make_teacher(arguments):
 
 
 def accuracies(arguments, classify: Callable, image_format: ImageFormat) -> dict[str, float]:
-    """Return the accuracy of `classify`, which maps normalized images to logits, on each of `caltech101.VIEWS`."""
+    """Return the accuracy on each of `caltech101.VIEWS`. `classify` maps normalized images to logits."""
     return {
         view: caltech101.accuracy_of(*caltech101.outputs_for(arguments, classify, image_format, view))
         for view in caltech101.VIEWS
@@ -278,7 +279,8 @@ def classify_placed(placement, arguments, model, image_format, images, count, vi
 
 def classify_apt(arguments, model, image_format, images, count, view) -> tuple[torch.Tensor, float]:
     """Classify images with the patches that Adaptive Patch Transformer chooses. Large patches are resized and then
-    embedded. The method also embeds the parts of large patches, but this embedding is zero before training."""
+    embedded. Adaptive Patch Transformer also adds an embedding of the parts of each large patch. This second embedding
+    is left out here, because it is zero before training."""
     with peer(arguments.apt, "src"):
         theirs = importlib.import_module("src.models.patch_tokenizer")
     base = model.base_model
@@ -339,7 +341,8 @@ def classify_naflex(arguments, model, image_format, images, count, view) -> tupl
 
 @functools.cache
 def as_naflex(model: PatchSparseFormerForImageClassification) -> tuple[nn.Module, nn.Module]:
-    """Return a NaFlexViT with the student's weights, and a timm ViT whose head classifies the NaFlexViT's tokens."""
+    """Return two models with the student's weights: a NaFlexViT, which computes tokens, and a timm ViT, whose head
+    computes logits from these tokens."""
     vit = as_timm(model.to_plain_vit(model.config.num_latent_tokens))
     side, block = vit.patch_embed.grid_size[0], vit.blocks[0]
     config = NaFlexVitCfg(
@@ -352,7 +355,7 @@ def as_naflex(model: PatchSparseFormerForImageClassification) -> tuple[nn.Module
         global_pool="token",
     )
     flexible = NaFlexVit(config, num_classes=0).eval()
-    # `strict=False`, because the NaFlexViT has no classifier for the head weights of `vit`.
+    # The NaFlexViT has no classifier. With `strict=False`, it ignores the weights of the classifier of `vit`.
     assert not flexible.load_state_dict(checkpoint_filter_fn(vit.state_dict(), flexible), strict=False).missing_keys
     return flexible, vit
 
@@ -380,7 +383,8 @@ def measure_speed(arguments):
 
 
 def draw_picture(arguments):
-    """Draw test images, and below them the same images at the resolution of the tokens of each placement."""
+    """Draw a row of test images. Below it, draw the same images in one row for each placement. In these rows, the cell
+    of each token is reduced to the resolution of one patch."""
     records = load_images([arguments.test], "train")
     chosen = [round(len(records) * (number + 0.5) / PICTURES) for number in range(PICTURES)]
     models = {}

@@ -303,8 +303,9 @@ def read_pixels(image_format: ImageFormat, images, chosen, size: tuple[int, int]
 
 
 def score(train: torch.Tensor, test: torch.Tensor, train_masks: torch.Tensor, test_masks: torch.Tensor):
-    """Fit a linear layer from training feature maps to the shares of classes in grid cells. Return the numbers of
-    pixels in the intersection and in the union for each test image and class, `(images, 2, classes)`."""
+    """Train a linear layer that predicts the shares of classes in each grid cell of the feature maps `train`. Then
+    predict the masks of the test images from `test`. Return the number of pixels in the intersection and in the union
+    of predicted and true mask, for each test image and class, `(images, 2, classes)`."""
     grid, device = train.shape[-2:], train.device
     shares = torch.cat([shares_of_classes(part, grid) for part in train_masks.split(20)]).flatten(0, 2)
     cells = train.permute(0, 2, 3, 1).flatten(0, 2).float()

@@ -2,8 +2,9 @@
 
 The model is the ViT of the Context Broadcasting family with convolutions over the patches instead of MLPs. Batch
 normalization follows each convolution. There is no LayerNorm before the convolutions, and [CLS] bypasses them.
-Squeeze-and-excitation has four channels, because the authors divide the MLP's width by the model's width. The only
-library with a LocalViT, vit-pytorch 1.26.11, cannot be used, because the forward pass of its LocalViT fails.
+The hidden layer of squeeze-and-excitation has only four channels. As in the authors' code, this number is the MLP's
+width divided by the model's width. The only library with a LocalViT, vit-pytorch 1.26.11, cannot be used, because the
+forward pass of its LocalViT fails.
 """
 
 import torch

@@ -71,7 +71,8 @@ class BootstrappedViTConfig(AttentionStartConfig):
         sharing (`str`, *optional*, defaults to `"none"`):
             With `"none"` ("Joint" in the paper), the agent has its own weights. With `"weights"` ("Shared" in the
             paper), the agent uses the weights of the transformer's attention and MLPs. The agent's convolutions then
-            have one kernel position for each attention head, with the head's value and output weights.
+            have one kernel position for each attention head. The weight of a kernel position is the product of the
+            head's output and value weights.
         classification_weight, divergence_weight, hint_weight (`float`, *optional*):
             Weights of the classification, divergence and hint losses. The default weights are 1, 1 and 10 for
             `sharing="none"`, and 0.5, 0.5 and 5 for `sharing="weights"`, as in the reference implementation.

@@ -53,10 +53,10 @@ PLAIN = "transformers"
 
 @dataclass(kw_only=True)
 class ExportOptions(OutputOptions, SplitOptions, TokenOptions):
-    """Write a model for another runtime, and compare its outputs with the original's. The folder has programs,
-    preprocessing, labels, and a card with code that runs the model without PyTorch and frugalvit. The commands
-    predict, evaluate and demo can load the folder. The format transformers is for students trained with
-    --focusing inherited. It writes such a student as a model of its teacher's class."""
+    """Write a folder with a model for another runtime, and compare this model's outputs with the original's. The
+    folder has programs, preprocessing, labels, and a card with code that runs the model without PyTorch and frugalvit.
+    The commands predict, evaluate and demo can load the folder. The format transformers is for students trained with
+    --focusing inherited. This format writes the student as a model of its teacher's class."""
 
     model: str = argument(help="Model folder or hub id (@revision, too).")
     format: str = argument("onnx", "Runtime, or transformers.", choices=[*FORMATS, PLAIN])
@@ -105,7 +105,8 @@ def export_model(options: ExportOptions) -> dict[str, object]:
     model = load_saved_model(options.model)
     image_processor = load_processor(options.model)
     image_format = ImageFormat.from_processor(image_processor)
-    # DINOv2's `config.image_size` is the size for position embeddings. The image processor outputs smaller images.
+    # The programs take images of the size that the image processor outputs. In DINOv2, `config.image_size` is larger
+    # than this size, because it is the size for position embeddings.
     vision = vision_config_of(model.config)
     if pair(vision.image_size) != image_format.size:
         vision.image_size = list(image_format.size)
@@ -214,7 +215,8 @@ def choose_images(options: ExportOptions) -> tuple[datasets.Dataset, datasets.Da
 def batches_for(
     part: Part, image_processor, tokenizer, images: datasets.Dataset, batch_size: int = BATCH_SIZE
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield batches of a program's inputs: images or, for a text encoder, sentences about the images' classes."""
+    """Yield batches of a program's inputs. A text encoder gets one sentence for each class of the data set. Other
+    programs get the images."""
     if part.kind != "text_embeds":
         for pixel_values, _ in image_batches(image_processor, images, batch_size, skip_corrupt=True):
             yield {"pixel_values": pixel_values}
@@ -234,9 +236,10 @@ def compare_outputs(
     """Compare the outputs of the original and of the program for the same inputs.
 
     Returns:
-        `compared` is the number of inputs. `min_cosine` and `mean_cosine` compare the first outputs of both
-        models, or the last feature maps. `agreement` is the share of images, or of pixels, that get the
-        same label from both models.
+        `compared` is the number of inputs. `min_cosine` and `mean_cosine` compare the first output of the original
+        with the first output of the program. If this output is a tuple of feature maps, the last map is compared.
+        `agreement` is the share of images, or of pixels, that get the same label from both. It is None if the first
+        output is not logits.
     """
     cosines = []
     agreements = []

@@ -15,7 +15,8 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 @torch.inference_mode()
 def outputs_of(model, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return a model's output tensors by number, for images and, if the model is a CLIP, for texts."""
+    """Return a model's output tensors with the keys "0", "1" and so on. For a CLIP, the outputs are the embeddings of
+    the images and the embeddings of the texts."""
     if hasattr(model, "get_image_features"):
         outputs = [model.get_image_features(inputs["pixel_values"]).pooler_output]
         if hasattr(model, "get_text_features"):

@@ -33,7 +33,8 @@ class ImageFormat:
     resample: int = 2
     # Length of the shorter side in pixels before the center crop. None means no crop: images are resized to `size`.
     resize: int | None = None
-    # How a center crop's edge at half a pixel is rounded: True rounds to the even pixel (as timm), False rounds down.
+    # How the position of a center crop is rounded if it lies halfway between two pixels. True rounds to the even
+    # number (as timm does). False rounds down.
     rounds_center: bool = False
 
     @classmethod

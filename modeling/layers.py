@@ -56,8 +56,8 @@ def rotary_table(
 
     Each axis has n = head_dim / 4 frequencies. A token with its center at c on an axis is rotated by the angles
     (scale * c + shift) * theta^(-i / n), i = 0, …, n - 1. DINOv3 (Siméoni et al. 2025, arXiv 2508.10104) has
-    scale = 4 pi and shift = -2 pi. In EVA-02 (Fang et al. 2023, arXiv 2303.11331), the unit of scale * c + shift is
-    one patch.
+    scale = 4 pi and shift = -2 pi. In EVA-02 (Fang et al. 2023, arXiv 2303.11331), scale * c + shift is the
+    position of the center in patches.
 
     Args:
         centers (`torch.Tensor` of shape `(..., 2)`): Centers of tokens as y and x, 0 to 1 across the image.
@@ -395,8 +395,9 @@ class SparseFormerModelOutput(BaseModelOutputWithPooling):
         stem_features (`torch.FloatTensor`, *optional*, with `output_stem_features=True`):
             Feature map that tokens sample, `(batch, stem_channels, height / 4, width / 4)`.
         attention_forecast (`torch.FloatTensor`, *optional*, with `output_attention_forecast=True`):
-            Logits of the teacher's attention, predicted by a PatchSparseFormer with `placement="content"`: `(batch,
-            rows, columns)` float32. The grid has twice the rows and columns of the tokens' grid.
+            Predicted attention of the teacher to each cell of a grid, `(batch, rows, columns)` float32. The values are
+            logits: their softmax over all cells is the attention. Only a PatchSparseFormer with `placement="content"`
+            returns them. The grid has twice the rows and columns of the tokens' grid.
     """
 
     rois: tuple[torch.FloatTensor, ...] | None = None
@@ -561,9 +562,9 @@ class AdaptiveClassifierMixin:
             confidence (`float`, *optional*, defaults to 0.9):
                 Threshold from 0 to 1. An image whose likeliest class has a lower probability is uncertain.
             token_counts (sequence of `int`, *optional*):
-                Numbers of tokens to try, in order. The default is the smallest of `config.elastic_token_counts`, then
-                `config.num_tokens`, or all tokens if it is None. A third number between these two costs more than it
-                saves (docs/results.md).
+                Numbers of tokens to try, in order. By default, there are two numbers. The first is the smallest of
+                `config.elastic_token_counts`. The second is `config.num_tokens` or, if `config.num_tokens` is None,
+                the number of all tokens. A third number between these two costs more than it saves (docs/results.md).
         """
         config = self.config
         if token_counts is None:

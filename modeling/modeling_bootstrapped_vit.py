@@ -77,7 +77,8 @@ class SharedConvolution(nn.Module):
 
 
 class SharedMLP(nn.Module):
-    """MLP on a feature map with the weights of a transformer's MLP and the agent's activation and dropout."""
+    """The agent's MLP, which uses the weights of the transformer's MLP. The agent has its own activation function and
+    dropout."""
 
     def __init__(self, mlp: nn.Module, agent_mlp: AgentCNNMLP):
         super().__init__()
@@ -161,7 +162,7 @@ class BootstrappedViTForImageClassification(HubModel):
 
     @property
     def agent(self) -> AgentCNNForImageClassification:
-        """The agent CNN. If weights are shared, a copy of the agent with its own weights is returned."""
+        """The agent CNN. If the agent shares the transformer's weights, this is a copy that shares no weights."""
         if self.config.sharing == "none":
             return self.twin
         agent = AgentCNNForImageClassification(self.config.agent_config).to(self.device, self.dtype)

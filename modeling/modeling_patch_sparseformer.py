@@ -1,10 +1,11 @@
-"""PatchSparseFormer: a vision transformer with few tokens, each of which embeds a cell of the image like a patch.
+"""PatchSparseFormer: a vision transformer with few tokens.
 
-By default, the cells form a grid. With `placement="content"`, cells differ between images: blocks of four cells with
-little detail are merged, and cells with much detail are split (`placement.py`). Positions are interpolated from the
-teacher's positions. A new student is therefore its teacher at a lower resolution. Bootstrapping (Gao et al.,
-*Bootstrapping SparseFormers from Vision Foundation Models*, CVPR 2024) then aligns the student's outputs with the
-teacher's.
+An image is divided into cells. Each cell is resized to the size of a patch, and its patch embedding is a token. By
+default, the cells form a grid. With `placement="content"`, cells differ between images: blocks of four cells with
+little detail are merged, and cells with much detail are split (`placement.py`). A new student has its teacher's
+weights, and interpolates the teacher's position embeddings. With a grid, the student's outputs are therefore those of
+the teacher for smaller images. Bootstrapping (Gao et al., *Bootstrapping SparseFormers from Vision Foundation Models*,
+CVPR 2024) then aligns the student's outputs with the teacher's outputs for images of full size.
 """
 
 import math
@@ -241,8 +242,9 @@ class PatchSparseFormerPreTrainedModel(SparseFormerBasePreTrainedModel):
         image_processor=None,
         **fields,
     ):
-        """Return a student in evaluation mode that is its teacher at a lower resolution. The student inherits the
-        patch embedding, positions, blocks, final norm, and classifier or projection.
+        """Return a new student, in evaluation mode. The student inherits the teacher's patch embedding, positions,
+        blocks, final norm, and classifier or projection. By default, the student's outputs are those of the teacher
+        for smaller images.
 
         Args:
             teacher, image_processor, fields: Arguments of `SparseFormerPreTrainedModel.from_teacher`.

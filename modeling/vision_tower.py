@@ -209,9 +209,10 @@ def match_channels_(
 ) -> None:
     """Match the mean and standard deviation of each projector input channel to those of the original model, in place.
 
-    A SparseFormer's tokens average patches, so their channels have smaller standard deviations than the patches that
-    the projector was trained on. A scale and a shift of each channel are merged into a copy of the projector's first
-    layer, without training or additional parameters. This method is not part of a paper.
+    The projector was trained on tokens of single patches. A token of a SparseFormer averages several patches, so the
+    channels of these tokens have smaller standard deviations. A scale and a shift for each channel are merged into a
+    copy of the projector's first layer. This method needs no training and no additional parameters. It is not part of
+    a paper.
 
     Args:
         model (`PreTrainedModel`): The result of `swap_vision_tower` for a LLaVA 1.5 or PaliGemma; changed in place.

@@ -4,8 +4,8 @@
 
 The defaults are the settings of the authors' code for CIFAR-10, including its initialization
 (`initialization="reference"`), dropout and clipping. There are two differences from the authors' code: the weight of
-the hints decays with every step instead of every epoch, and biases and norms have no weight decay. The agent's
-BatchNorm uses only the images of its own process, so that losses depend slightly on the number of processes.
+the hints decays with every step instead of every epoch, and biases and norms have no weight decay. In each process,
+the agent's BatchNorm uses only the images of this process, so the losses depend slightly on the number of processes.
 """
 
 import math

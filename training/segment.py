@@ -84,7 +84,7 @@ class SegmenterArguments:
 
 @dataclass
 class MaskedDataArguments(DataArguments):
-    """Arguments of the images with masks to train and evaluate on."""
+    """Arguments that name the images and masks for training and evaluation."""
 
     dataset: list[str] = argument(help="Hub id, parquet files, or folder with images/ and annotations/ or labelme's.")
     mask_column: str | None = argument(None, "Name of the column of masks. Default: the only one.")
@@ -100,7 +100,7 @@ class MaskedDataArguments(DataArguments):
 
 @dataclass
 class SegmentationArguments(ImageTrainingArguments):
-    """Arguments of the training of segmentation: augmentation, learning rates, and ignored labels."""
+    """Arguments of segmentation training: augmentation, learning rates, and ignored labels."""
 
     metric_for_best_model: str = argument("mean_iou", "Metric that chooses the best model.")
     batch_eval_metrics: bool = argument(True, "Compute metrics batch by batch instead of keeping all logits.")
@@ -145,8 +145,8 @@ def resize_pair(
 
 
 class SegmentationView:
-    """Resize, crop and flip an image and its mask at random for training, and distort the colors of the image. Up to
-    10 crops are drawn, until no class has more than `MOST_OF_A_CLASS` of the labeled pixels.
+    """Resize, crop and flip an image and its mask at random for training, and distort the colors of the image. If one
+    class covers more than `MOST_OF_A_CLASS` of a crop's labeled pixels, another crop is drawn, up to 10 in all.
 
     Args:
         image_format (`ImageFormat`): The model's image format.

@@ -1,4 +1,4 @@
-"""Tests of the host models in docs/models.md: `read_anatomy`, `from_teacher`, and the methods in each row."""
+"""Tests of the host models in docs/models.md: `read_anatomy`, `from_teacher`, and the other methods in its tables."""
 
 import re
 from dataclasses import replace

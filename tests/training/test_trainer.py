@@ -42,8 +42,8 @@ ARGUMENTS |= {"logging_steps": 1, "use_cpu": True, "batch_eval_metrics": False}
 
 
 class Learner(SharpnessAwareTrainer):
-    """Trainer of a classifier. `factors` maps steps to factors of the loss. If `accuracies` is set, `measure` returns
-    its values in order."""
+    """Trainer of a classifier. `factors` maps a step to the number by which the loss of this step is multiplied.
+    If `accuracies` is set, successive calls of `measure` return successive items of `accuracies`."""
 
     factors, accuracies = {}, ()
 
