@@ -9,18 +9,19 @@
 
 All rows have these settings, unless the name of a row gives another value:
 
-- Architecture: 64 patches, width 72, 4 blocks. The ViT has [CLS] and 9 heads, and the agent has 9 positions.
+- Architecture: 64 patches, width 72, 4 blocks. The ViT has [CLS] and 9 heads. The agent's kernels have 9 positions.
 - Budget: 4,000 images, 6 epochs, batches of 32.
 - Optimizer, initialization and loss weights are those of the reference implementation. In rows with impulse
-  initialization, weights outside attention are initialized as in Transformers. The reference implementation's patch
-  projection is standard normal, and would outweigh the position embeddings.
+  initialization, weights outside attention are initialized as in Transformers. With the reference implementation's
+  large weights of the patch projection, tokens would hardly depend on their positions.
 - Training images are padded by reflection. Accuracy is measured after the last epoch.
 
 The row "joint, no hint, no divergence" is the control. Its ViT and its agent are trained in one run, but no loss
 term connects them. Their dropout is the same as in other joint rows. A ViT that trains alone has dropout at the same
 places as Transformers' ViT.
 Finished runs under --runs-dir are reused, so an interrupted command can be repeated. Seeds can run in parallel. The
-output is agent_TABLE.json. `frugalvit joint --config joint-small` and similar recipes have the paper's sizes.
+output is agent_TABLE.json. Models of the paper's sizes are trained by recipes, see
+`frugalvit joint --config joint-small`.
 """
 
 import itertools

@@ -16,13 +16,13 @@
 - `table` averages all runs and writes caltech101_students.json, caltech101_adaptive.json and caltech101_elastic.png.
 - `compare` compares students, the teacher, ToMe (github.com/facebookresearch/ToMe) without tuning, and tuned DiffRate.
   The output is compare_caltech101.json and .png. For other data, --title changes the names of these files.
-- `shipped` compares the student and the teacher that ship, also with the teacher fine-tuned for smaller images
-  (shipped_caltech101.json and .png).
+- `shipped` compares the student in checkpoints/ with its teacher, with the teacher on smaller images before and after
+  fine-tuning, and with ToMe. The output is shipped_caltech101.json and .png.
 - `tome` and `diffrate` (github.com/OpenGVLab/DiffRate) tune ToMe and DiffRate on the students' views with the
   students' loss. Before this tuning, `diffrate` searches DiffRate's rates with labels.
 - `features` bootstraps from the pretrained ViT without the images of 20 classes, and tests embeddings on these classes
   (caltech101_features.json). If --title names other data, bootstrapping and test use all classes.
-- `photographs` samples the images of `frugalvit quickstart`.
+- `photographs` writes the data of `frugalvit quickstart`: random images of the training data and of the test data.
 
 Finished runs under --runs-dir are reused.
 """
@@ -207,8 +207,9 @@ def pooled(model, num_tokens: int, pixel_values: torch.Tensor) -> torch.Tensor:
 
 
 def measure_adaptive(found: dict[int, tuple[torch.Tensor, int]], labels: torch.Tensor, confidence: float) -> dict:
-    """Compute accuracy, mean number of tokens and mean cost of `classify_adaptively`. `found` has the logits and the
-    multiply-accumulates of each pass, by number of tokens."""
+    """For `classify_adaptively`, compute the accuracy, the mean number of tokens and the mean number of
+    multiply-accumulates. `found` maps each number of tokens to the logits and the multiply-accumulates of a forward
+    pass with this number of tokens."""
     scores, classes = torch.stack([logits.softmax(1) for logits, _ in found.values()]).max(-1)
     sure = scores >= confidence
     sure[-1] = True
@@ -423,8 +424,8 @@ def classified_rightly(
     embeddings: torch.Tensor, labels: torch.Tensor, known: torch.Tensor, known_labels: torch.Tensor, seed: int = 0
 ) -> dict[str, torch.Tensor]:
     """Classify test images by a linear probe and by nearest neighbors. Both classifiers are built from the training
-    embeddings `known`. For each classifier, return each image's accuracy `(images,)`, averaged over draws of
-    random patches."""
+    embeddings `known`. Embeddings have the shape `(draws, images, embedding_size)`. For each classifier, return the
+    share of draws in which the class of an image is right, `(images,)`."""
     classes, numbers = known_labels.unique(return_inverse=True)
     right = {"linear_accuracy": [], "neighbor_accuracy": []}
     for asked, features in zip(embeddings, known, strict=True):
@@ -435,8 +436,9 @@ def classified_rightly(
 
 
 def compare_shipped(arguments):
-    """Compare the shipped student with its teacher, the teacher on smaller images, before and after fine-tuning, and
-    ToMe. Other seeds of the student and the fine-tuned teachers are those of `students` and of small_images.py."""
+    """Compare the shipped student with its teacher, with the teacher on smaller images, and with ToMe. The
+    accuracies of fine-tuned teachers are read from the results of small_images.py, if this file exists. The student's
+    mean accuracy includes the students that the command `students` has trained with other seeds."""
     teacher = str(checkpoint_path("caltech101-vit"))
     baselines = load_teachers(teacher, "ViT-S/14", RESOLUTIONS)
     baselines += load_students(str(checkpoint_path("caltech101-sparseformer")), METHODS["elastic"], "student")
@@ -540,7 +542,8 @@ def draw_elastic(students: list[dict], adaptive: list[dict]) -> Figure:
 
 
 def draw_photographs(arguments):
-    """Sample the photographs of `frugalvit quickstart`. The training images have no labels."""
+    """Write random images of the training data and of the test data as the photographs of `frugalvit quickstart`. The
+    training images are written without labels."""
     parts = {
         "train": sample(load_images([arguments.train], "train"), 960, seed=0).select_columns("image"),
         "test": sample(load_images([arguments.test], "train"), 300, seed=0),

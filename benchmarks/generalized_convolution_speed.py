@@ -1,10 +1,11 @@
-"""Compare two forms of generalized convolution (Zhang et al.): a convolution, and the matrix form (eq. 5).
+"""Compare time and memory of `GeneralizedConv2d` and of the matrix form of generalized convolution (eq. 5).
 
     python benchmarks/generalized_convolution_speed.py
 
-Layers have 9 positions and 64 channels. The time to compute the constant matrices of the matrix form does not count.
-The memory of these matrices counts, because a model would store them. Memory is the peak memory of a forward pass in a
-new process (Linux). The output is generalized_convolution_speed.json.
+Equations are those of Zhang et al., *Bootstrapping ViTs* (CVPR 2022). Layers have 64 channels and kernels with 9
+positions. The time to compute the constant matrices of the matrix form does not count. The memory of these matrices
+counts, because a model would store them. Memory is the peak memory of a forward pass in a new process (Linux). The
+output is generalized_convolution_speed.json.
 """
 
 from collections.abc import Callable
@@ -97,7 +98,8 @@ def main():
 
 
 def make_pass(name: str, side: int, batch_size: int) -> Callable[[], torch.Tensor]:
-    """Return a function that builds a layer and runs the layer. A `MatrixForm` includes the constant matrices."""
+    """Return a function that builds a layer and runs the layer. For the matrix form, the function also builds the
+    constant matrices, so that their memory counts."""
     feature_map = torch.randn(batch_size, CHANNELS, side, side)
     # The first convolution and the first matrix product allocate memory inside libraries. This memory must not count.
     with torch.inference_mode():

@@ -11,10 +11,10 @@
     python benchmarks/impulse_tables.py pseudo_inputs     # table 6: all nine pairs of pseudo inputs
     python benchmarks/impulse_tables.py speed             # time of the closed form and of Algorithm 1, no training
 
-Unless the name of a table or row gives another size, ViTs have 64 patches, width 96, 4 blocks and 4 heads. The budget
-is 6,000 images in batches of 64, with one epoch of warm-up. Recipes of `frugalvit train --config` have the paper's
-sizes and budgets. Finished runs under --runs-dir are reused, so an interrupted command can be repeated. Seeds can run
-in parallel. The output is impulse_TABLE.json.
+Unless the name of a table or row gives another size, ViTs have 64 patches, width 96, 4 blocks and 4 heads. Models are
+trained for 6 epochs on 6,000 images, in batches of 64. The first epoch is the warm-up, except in rows with "small
+steps". Recipes of `frugalvit train --config` have the paper's sizes and budgets. Finished runs under --runs-dir are
+reused, so an interrupted command can be repeated. Seeds can run in parallel. The output is impulse_TABLE.json.
 """
 
 import json
@@ -217,8 +217,9 @@ def run(arguments, name: str, row: dict, seed: int) -> dict:
 
 
 def measure_speed(name: str) -> dict:
-    """Measure the time of the closed form, with the default `mass` and with maps as sharp as those of Algorithm 1. The
-    time of Algorithm 1 is measured for one layer and multiplied by 12."""
+    """Measure the time of impulse initialization by each solver. The closed form is timed twice: once with the default
+    `mass`, and once for attention maps that are as sharp as those of Algorithm 1. Algorithm 1 is timed for one layer,
+    and this time is multiplied by 12."""
     config = ViTImpulseInitConfig.from_variant(SPEEDS[name], initialization="trunc_normal")
     measured = {"same_maps": timed(config, REPEATS, mass=None), "default": timed(config, REPEATS)}
     config.num_hidden_layers = 1
@@ -232,7 +233,8 @@ def measure_speed(name: str) -> dict:
 
 
 def timed(config: ViTImpulseInitConfig, repeats: int, **options):
-    """Initialize a model several times. Return the median time in seconds and the last report."""
+    """Initialize a model several times. Return the median time in seconds, and the report that `impulse_init_` returns
+    for the last model."""
     seconds = []
     for repeat in range(repeats):
         model = ViTImpulseInitModel(config)

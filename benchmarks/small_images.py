@@ -1,4 +1,4 @@
-"""Compare two kinds of models: students that inherit a teacher's weights, and the teacher fine-tuned on small images.
+"""Compare the accuracy of a SparseFormer that inherits a teacher's weights, and of the teacher on small images.
 
     python benchmarks/small_images.py train --teacher checkpoints/caltech101-vit --train TRAIN --test TEST
     python benchmarks/small_images.py processing --test TEST

@@ -40,8 +40,10 @@ def numbers(value: str | float | bool | None) -> list[float]:
 def leaves(file: Path) -> list[tuple[set[str], list[float]]]:
     """Return the address and the numbers of each value of a results file.
 
-    An address is a set of strings. It contains the file's stem, and the keys and indices (`rows[0]`) that lead to the
-    value. It also contains all numbers and strings of the dicts around the value, as `value` and as `key=value`.
+    An address is a set of strings. It contains the file's stem, and the keys and indices that lead to the value. It
+    also contains each number and string of the dicts that the value is in, once alone and once with its key. In
+    `{"rows": [{"method": "ToMe", "macs": [1, 2]}]}` of speed.json, the address of 2 contains `speed`, `rows`,
+    `rows[0]`, `ToMe`, `method=ToMe`, `macs` and `macs[1]`.
     """
 
     def walk(content, name, address):
@@ -68,13 +70,15 @@ def split_comment(cell: str) -> tuple[str, str]:
 
 
 def cells(comment: str, table: str) -> Iterator[tuple[str, str, set[str], list[str], str]]:
-    """Yield each cell that has an address: the column's title, the row's name, the cell's address, keys and text.
+    """For each cell with an address, yield its column's title, its row's name, its address, its keys and its text.
 
-    The comment above a table lists the results files, and then one address for each column after the first. In
-    `student=elastic / accuracy ± spread`, the last part lists the keys of the cell's numbers. A row's address is the
-    comment in the row's first cell, or the text of this cell if there is no comment. The addresses of column and row
-    together are a cell's address. `*` in a column's address stands for the first word of the row's address. A comment
-    in a cell after the first replaces the cell's address.
+    - The comment above a table lists the results files, and then one address for each column after the first.
+    - ` / ` separates the parts of an address. The last part of a column's address lists the keys of the numbers in the
+      column's cells. In `student=elastic / accuracy ± spread`, the keys are `accuracy` and `spread`.
+    - A row's address is the comment in the row's first cell. If this cell has no comment, the address is its text.
+    - A cell's address has the parts of its column's address and of its row's address.
+    - `*` in a column's address is replaced by the first part of the row's address.
+    - If a cell after the first has a comment, this comment is used instead of the addresses of column and row.
     """
     _, *columns = [column.strip() for column in comment.split("|")]
     header, _, *rows = [[cell.strip() for cell in line[1:-1].split("|")] for line in table.splitlines()]

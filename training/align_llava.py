@@ -235,7 +235,8 @@ class AlignLlavaTrainer(ImageTrainer):
         processor = matching_processor(processing_class, self.llava)
         widths = {first_layer(each.model.multi_modal_projector).in_features for each in (original, self.llava)}
         if len(widths) > 1:
-            # If the towers' widths differ, the new tower is from another model family and needs its own normalization.
+            # If the widths of the two towers differ, they are from different model families. In this case, images for
+            # the new LLaVA are normalized by the mean and the standard deviation of the new tower.
             tower_format = ImageFormat.from_config(tower.config)
             processor.image_processor.image_mean = tower_format.mean
             processor.image_processor.image_std = tower_format.std

@@ -356,11 +356,11 @@ def find_in_folder(folder: Path, name: str | None) -> dict:
 def scan_folder(folder: Path, images: list[Path]) -> dict[str, list[tuple[str, Path]]]:
     """Return a dict that maps each split of a folder to a list with the class and the file of each image.
 
-    Subfolders whose names are in `SPLITS` are splits, if there are several such subfolders or no other subfolders.
-    Otherwise, all images are in the split "train". Each subfolder of a split is a class and contains images of the
-    class at any depth. Images directly in a split have the class "". If the split has other classes, images directly
-    in the split are left out. If `folder` contains nothing but one subfolder, and this subfolder contains only
-    folders, the subfolder is scanned instead of `folder`.
+    Subfolders whose names are in `SPLITS` are splits. There is one exception: if only one subfolder has such a name,
+    and there are other subfolders, it is not a split. If there are no splits, `folder` is the split "train". Each
+    subfolder of a split is a class and contains images of the class at any depth. Images directly in a split have the
+    class "". If the split has other classes, images directly in the split are left out. If `folder` contains
+    nothing but one subfolder, and this subfolder contains only folders, the subfolder is scanned instead of `folder`.
     """
     holding = {path.parent for path in images}
     while True:

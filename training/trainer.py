@@ -93,8 +93,8 @@ class ImageTrainer(Trainer):
         test_dataset (*optional*): Images to measure the best model on.
         base_model (`str`, *optional*): Name of the model from which training starts, for the card.
         model_args, data_args (*optional*): The command's other arguments, for the card and the run's settings.
-        usage (`str`, *optional*): Example code in the card that uses `model` and `processor`. Default: code for the
-            task.
+        usage (`str`, *optional*): Example code for the model card, which uses the variables `model` and `processor`.
+            By default, the example computes the class or the embedding of an image.
         callbacks (`list`, *optional*), kwargs: Passed on to `Trainer`.
     """
 
@@ -334,7 +334,8 @@ class ImageTrainer(Trainer):
         self.accelerator.wait_for_everyone()
         for path in filter(Path.is_dir, folder.glob("checkpoint-*")):
             if not any(any(path.glob(pattern)) for pattern in CHECKPOINT_FILES) and args.save_total_limit:
-                # With `save_total_limit`, `Trainer` would remove folders that only have the name of a checkpoint.
+                # With `save_total_limit`, `Trainer` would also remove this folder. The folder is named like a
+                # checkpoint, but contains no file of a checkpoint.
                 args.save_total_limit = None
                 self.accelerator.print(f"{path} is no checkpoint, so all checkpoints are kept (save_total_limit).")
         if args.should_save:
@@ -376,7 +377,8 @@ class ImageTrainer(Trainer):
         return found
 
     def format_share(self, share: float) -> str:
-        """Format a share of the images that `metrics` were measured on, in percent with its standard error."""
+        """Format a metric that is a share of the images, such as the accuracy, in percent. Add the standard error of
+        the share, which depends on the number of images."""
         images = self.eval_dataset if self.test_dataset is None else self.test_dataset
         return f"{share:.2%} ± {share_error(share, len(images)):.2%}"
 
@@ -512,5 +514,6 @@ def start(args: ImageTrainingArguments, *sources: str | None):
     if started > args.world_size and "RANK" in os.environ:
         raise ValueError(f"{started} processes were started, but each would train alone; on CPUs, pass use_cpu.")
     set_seed(args.seed)
-    # Progress bars are disabled, because the bar for saving a model would be drawn into the training's progress bar.
+    # Transformers' progress bars for loading and saving models are disabled. Otherwise, the bar for saving would be
+    # drawn into the progress bar of the training.
     transformers.utils.logging.disable_progress_bar()

@@ -33,7 +33,8 @@ class PlainImages:
     Args:
         source: The dataset or list. Items are images, pairs of image and label, or dictionaries with `image` and
             optionally `label`. The attribute `classes` of torchvision's datasets contains the names of the labels.
-        features (`datasets.Features`, *optional*): Types of the columns. Default: by `source.classes`.
+        features (`datasets.Features`, *optional*): Types of the columns. By default, there is a column `image`, and a
+            column `label` if `source.classes` exists.
     """
 
     def __init__(self, source, features: datasets.Features | None = None):
@@ -111,7 +112,8 @@ class Views(Dataset):
     Args:
         images: A data set with the columns `image` and optionally `label` or `mask`, for example from `as_images`.
         view (`Callable`): Makes a view of an image, or of an image and its mask. See `EvalView`.
-        seed (`int`, *optional*): Seed of random views. With a seed, a view also has `epoch`. Evaluation has no seed.
+        seed (`int`, *optional*): Seed of the random numbers that training views depend on. If `seed` is given, a view
+            also has `epoch`. Evaluation views need no seed.
         skip_corrupt (`bool`): If an image cannot be read, use the next image instead.
         classes (sequence of `int`, *optional*): The model's index of each class. Default: labels stay unchanged.
     """

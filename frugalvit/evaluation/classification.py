@@ -107,7 +107,8 @@ def fgsm(
 
 def occlude_center(pixel_values: torch.Tensor, ratio: float) -> torch.Tensor:
     """Fill a rectangle in the middle of images `(batch, channels, height, width)` with the mean color, which is 0
-    after normalization. The rectangle has the image's aspect ratio and covers the share `ratio` of its area."""
+    after normalization. The rectangle has the aspect ratio of the image. Its area is `ratio` times the image's
+    area."""
     height, width = pixel_values.shape[-2:]
     rows, columns = (round(side * ratio**0.5) for side in (height, width))
     top = (height - rows) // 2

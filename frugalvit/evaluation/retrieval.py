@@ -1,4 +1,4 @@
-"""Image-text retrieval: recall of captions by images and of images by captions."""
+"""Measure image-text retrieval: find the captions of an image, and find the image of a caption."""
 
 import argparse
 import json

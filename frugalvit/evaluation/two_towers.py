@@ -42,7 +42,7 @@ class TwoTowers:
 
 
 def name_models(arguments: argparse.Namespace) -> dict[str, str]:
-    """Return the entries of the results that name the evaluated models."""
+    """Return the names of the evaluated models as a dictionary, which becomes part of the results."""
     return {"model": arguments.model} | ({"vision_model": arguments.vision_model} if arguments.vision_model else {})
 
 

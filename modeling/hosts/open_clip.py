@@ -54,8 +54,8 @@ def _read_with_trunk(model: nn.Module, image_size: tuple[int, int] | None) -> An
 
 
 def _read_head(head: nn.Sequential, classifier: nn.Linear | None) -> Linear | None:
-    """Return the linear layer after pooling, or None. The layer is in `head`, or it is `classifier`, the classifier of
-    a timm model."""
+    """Return the linear layer that follows pooling, or None if there is no such layer. `head` has the layers that
+    open_clip adds to a timm model, and `classifier` is the timm model's own classifier."""
     linears = [module for module in head if not isinstance(module, nn.Dropout)]
     if classifier is not None:
         linears.append(classifier)
