@@ -90,9 +90,10 @@ def scaled(start: float) -> dict:
     return row | {"config_overrides": f"{row['config_overrides']},context_broadcast_scale_init={start}"}
 
 
-# The recipe `context-broadcast-small` with two changes. First, the learning rate is 1e-3, eight times the value of
-# DeiT's rule for batches of 128. Second, images are padded and cropped. DeiT's code also does this with images of
-# 32 x 32 pixels. In DeiT's code, the padding is black. Here, the padding reflects the image.
+# The recipe `context-broadcast-small` with two changes. First, batches have 128 images instead of 1,024. The learning
+# rate stays 1e-3, eight times the value of DeiT's rule for batches of 128. Second, images are padded and cropped.
+# DeiT's code also does this with images of 32 x 32 pixels. In DeiT's code, the padding is black. Here, the padding
+# reflects the image.
 DEIT = {
     "randaugment_layers": 2,
     # Magnitude 27 of 30 in torchvision corresponds to magnitude 9 of 10 in timm.
