@@ -2,10 +2,11 @@
 
     python benchmarks/export_table.py --caltech TRAIN TEST
 
-TRAIN and TEST are parquet files of Caltech-101. `frugalvit export` writes each model for each runtime and precision.
-All programs of a group are timed in turns. Models of the papers have random weights, so only their speed and size are
-reported. Programs of shipped models are compared with the original model on 300 test images, which are not used for
-calibration. Exported folders under --runs-dir are reused. The output is export.json.
+TRAIN and TEST are parquet files of Caltech-101. `frugalvit export` writes a program for each model, runtime and
+precision. The models of a group (`GROUPS`) and their programs are timed in turns. Models of the papers have random
+weights, so only their speed and size are reported. The program of a shipped model is also compared with the PyTorch
+model on 300 test images. These images are not used for calibration. Exported folders under --runs-dir are reused. The
+output is export.json.
 """
 
 from pathlib import Path

@@ -3,8 +3,8 @@
     python benchmarks/index_recall.py --data Caltech-101 caltech101-train.parquet caltech101-test.parquet
 
 The values of `--data` are a title, a file with photographs for the index and a file with photographs for the queries.
-Without the last file, each photograph of the index is a query, and is excluded from its own results. `--data` can be
-repeated.
+Without the last file, the photographs of the index are also the queries. A photograph is then left out of the results
+of its own query. `--data` can be repeated.
 
 In the reference search, the teacher embeds queries and index. Each row measures a model in one of these roles:
 
@@ -21,9 +21,10 @@ Scores are means over queries:
 - `labels@1`: 1 if the row's first result has the label of the query, and 0 otherwise.
 - `labels@10`: share of the row's first ten results that have the label of the query.
 
-`…_error` is the standard error over queries. `…_difference` is a student's score minus the score of the teacher on
-smaller images with as many patches as the student has tokens. `labels…_to_teacher` is a model's score minus the score
-of the teacher on full-size images. Both differences are computed for each query and averaged.
+`…_error` is the standard error over queries. `…_difference` compares a student with the teacher on smaller images.
+These images have as many patches as the student has tokens. The value is the student's score minus the teacher's
+score. `labels…_to_teacher` is a model's score minus the score of the teacher on full-size images. Both differences are
+computed for each query and averaged.
 """
 
 import argparse
@@ -145,7 +146,7 @@ def embed(
 
 
 def labels(images: datasets.Dataset) -> torch.Tensor | None:
-    """Return the labels of images, or None if there are no labels or no two images have the same label."""
+    """Return the labels of images. Return None if images have no labels, or if each image has a label of its own."""
     if "label" not in images.features:
         return None
     numbers = torch.from_numpy(label_numbers(images))
@@ -153,8 +154,9 @@ def labels(images: datasets.Dataset) -> torch.Tensor | None:
 
 
 def nearest(queries: torch.Tensor, index: torch.Tensor, leave_out: bool) -> torch.Tensor:
-    """Return the indices of the most similar images by cosine, nearest first, `(queries, 50)`. With `leave_out`, the
-    queries are the images of the index, and no image is a result of itself."""
+    """Find the images of the index that are most similar to each query by cosine. Return their indices, nearest first,
+    `(queries, 50)`. With `leave_out`, the queries are the images of the index, and each image is left out of the
+    results of its own query."""
     similarity = F.normalize(queries, dim=-1) @ F.normalize(index, dim=-1).T
     if leave_out:
         similarity.fill_diagonal_(-torch.inf)

@@ -75,8 +75,9 @@ def fit_probe(features: torch.Tensor, labels: torch.Tensor, seed: int = 0) -> Li
 
 
 def choose_held_back(labels: torch.Tensor, seed: int) -> torch.Tensor:
-    """Choose one of every `HELD_BACK` images of each class at random, and at least one image of each class with two or
-    more images. Return a mask of the chosen images, `(images,)` bool."""
+    """Choose images of each class at random, and return a mask of the chosen images, `(images,)` bool. Of a class with
+    n images, n / `HELD_BACK` images (rounded down) are chosen, but at least one image. Of a class with only one image,
+    no image is chosen."""
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(seed))
     held_back = torch.zeros(len(labels), dtype=torch.bool)
     for label in labels.unique():

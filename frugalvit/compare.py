@@ -156,7 +156,8 @@ def compare(
     report: Callable[[list[dict[str, object]]], None] = lambda rows: None,
     **reading,
 ) -> list[dict[str, object]]:
-    """Measure baselines on the same images. The speed measurement leaves the models in the last of `precisions`.
+    """Measure baselines on the same images. If `rounds` is not 0, the baselines' models are converted in place to the
+    last of `precisions`.
 
     Args:
         baselines (sequence of `Baseline`): Models in float32, the teacher first.
@@ -173,7 +174,8 @@ def compare(
         fields of `describe_score` for the accuracy, `cosine` (mean cosine with the teacher's embeddings),
         `neighbors` and `neighbors_error` (see `neighbors_found`) and `images_per_second` by precision and batch size.
     """
-    # Match classes by name first, so that a mismatch raises an error before the slow computations.
+    # The data set's classes are matched with each model's classes here, so that a mismatch raises an error before the
+    # slow computations.
     class_indices = [
         torch.tensor(match_labels(class_names(test), baseline.id2label))
         if "label" in test.features and baseline.classifier is not None
@@ -249,7 +251,8 @@ def embed_all(
 
     Returns:
         A list with the embeddings of each baseline, `(draws, images, embedding_size)` float32 on the CPU, and a list
-        with the indices of the readable images.
+        with the indices of the readable images. A baseline embeds each image several times if its field `draws` is
+        larger than 1.
     """
     embeddings = [[] for _ in baselines]
     indices = []
@@ -269,7 +272,8 @@ def embed_all(
 
 @torch.inference_mode()
 def is_correct(baseline: Baseline, embeddings: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return the share of each image's embeddings that are classified correctly, `(images,)` float64."""
+    """Classify the `baseline.draws` embeddings of each image, `(draws, images, embedding_size)`. Return the share of
+    correct classifications for each image, `(images,)` float64."""
     best = torch.stack([baseline.classifier(draw.to(baseline.device)).argmax(-1).cpu() for draw in embeddings])
     return (best == labels).double().mean(0)
 
@@ -310,9 +314,9 @@ def describe_score(name: str, correct: torch.Tensor, teacher: torch.Tensor | Non
         teacher (`torch.Tensor` of shape `(images,)`, *optional*): The teacher's scores of the same images.
 
     Returns:
-        `{name}` is the mean. `{name}_error` is half the width of the mean's Wilson interval (one standard deviation).
-        `{name}_difference` is the difference from the teacher's mean. `{name}_difference_error` is the
-        standard error of this difference.
+        `{name}` is the mean. `{name}_error` is half the width of the 68 % Wilson interval of the mean.
+        `{name}_difference` is the mean minus the teacher's mean. `{name}_difference_error` is the standard error of
+        this difference.
     """
     count = len(correct)
     mean = correct.mean().item()
@@ -355,9 +359,10 @@ def table_rows(rows: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
 def draw_comparison(rows: Sequence[Mapping[str, object]], size: tuple[float, float] = (6.0, 4.0)) -> Figure:
     """Plot the rows of `compare`, with a line for each method and a point for each row.
 
-    The vertical axis shows the first of `SCORES` that all rows have, with error bars. The horizontal axis shows the
-    speed with the largest batches in the first precision or, if there are no speeds, the multiply-accumulates. `size`
-    is the size of the figure in inches.
+    The vertical axis shows the first of `SCORES` that all rows have, with error bars. If the rows have speeds, the
+    horizontal axis shows images per second in the first precision that was measured, with the largest batch size. If
+    the rows have no speeds, the horizontal axis shows the multiply-accumulates for one image. `size` is the width and
+    height of the figure in inches.
     """
     score = next(name for name in SCORES if all(row.get(name) is not None for row in rows) or name == "cosine")
     precision, speeds = next(iter(rows[0]["images_per_second"].items()))

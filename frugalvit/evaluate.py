@@ -40,7 +40,7 @@ class EvaluateOptions(DeviceOptions):
 
 @dataclass(kw_only=True)
 class ClassificationOptions(EvaluateOptions, SplitOptions, ReadingOptions, TokenOptions):
-    """Top-1 and top-5 accuracy of an image classifier."""
+    """Measure the top-1 and top-5 accuracy of an image classifier."""
 
     class_names: list[str] | None = argument(None, "Names or numbers, in the model, of the labels 0, 1, …")
     attack: str | None = argument(None, "Fast gradient sign method, step 1/255 of the color range.", choices=["fgsm"])
@@ -49,8 +49,9 @@ class ClassificationOptions(EvaluateOptions, SplitOptions, ReadingOptions, Token
 
 @dataclass(kw_only=True)
 class KnnOptions(EvaluateOptions, SplitOptions, ReadingOptions):
-    """Accuracy of a nearest-neighbor classifier on a model's embeddings. The labeled images with the highest cosine
-    similarity to an image vote on its class, with weights exp(cosine / 0.07) (DINO, Caron et al. 2021)."""
+    """Measure the accuracy of a nearest-neighbor classifier on a model's embeddings. The neighbors of an image are the
+    labeled images with the highest cosine similarity to the image. The neighbors vote on the image's class. A vote has
+    the weight exp(cosine / 0.07) (DINO, Caron et al. 2021)."""
 
     model: str = argument(
         help="SparseFormer, vision transformer or CLIP: folder or hub id (@revision, too), or "
@@ -65,7 +66,7 @@ class KnnOptions(EvaluateOptions, SplitOptions, ReadingOptions):
 
 @dataclass(kw_only=True)
 class SegmentationOptions(EvaluateOptions, SplitOptions, ReadingOptions):
-    """Mean IoU, mean accuracy and pixel accuracy of a semantic segmentation model."""
+    """Measure the mean IoU, mean accuracy and pixel accuracy of a semantic segmentation model."""
 
     dataset: list[str] = argument(help="Hub id, parquet files, or folder with images/ and annotations/.")
     batch_size: int = argument(16, "Images of a batch.")
@@ -79,8 +80,9 @@ class SegmentationOptions(EvaluateOptions, SplitOptions, ReadingOptions):
 
 @dataclass(kw_only=True)
 class ZeroShotOptions(EvaluateOptions, SplitOptions, ReadingOptions):
-    """Zero-shot accuracy of a CLIP. An image gets the class whose sentences have the mean embedding that is most
-    similar to the image's embedding (Radford et al. 2021)."""
+    """Measure the zero-shot accuracy of a CLIP. Each class name is put into several sentences. The embedding of a
+    class is the mean embedding of its sentences. An image gets the class whose embedding is most similar to the
+    image's embedding (Radford et al. 2021)."""
 
     model: str = argument(help=CLIP)
     vision_model: str | None = argument(None, VISION_MODEL)
@@ -90,7 +92,8 @@ class ZeroShotOptions(EvaluateOptions, SplitOptions, ReadingOptions):
 
 @dataclass(kw_only=True)
 class RetrievalOptions(EvaluateOptions, ReadingOptions):
-    """Recall at 1, 5 and 10 of image-to-text and text-to-image retrieval among all images and captions, in percent."""
+    """Measure the recall at 1, 5 and 10 of image-to-text and text-to-image retrieval, in percent. Each image
+    searches all captions, and each caption searches all images."""
 
     model: str = argument(help=CLIP)
     vision_model: str | None = argument(None, VISION_MODEL)
@@ -104,7 +107,8 @@ class RetrievalOptions(EvaluateOptions, ReadingOptions):
 
 @dataclass(kw_only=True)
 class ScienceQAOptions(EvaluateOptions, PlacedOptions):
-    """Accuracy of a LLaVA on ScienceQA's multiple-choice questions. An answer that names no option is wrong."""
+    """Measure the accuracy of a LLaVA on ScienceQA's multiple-choice questions. An answer that names none of the
+    question's options counts as wrong."""
 
     batch_size: int = argument(8, "Questions of a batch.")
     dataset: list[str] = argument(help="Hub id or parquet files.")

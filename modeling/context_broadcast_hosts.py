@@ -19,8 +19,8 @@ from .hosts.anatomy import find
 _ATTENTIONS = ("attention", "self_attn", "attn")
 _MLPS = ("mlp", "ffn")
 _SECOND_LINEARS = ("fc2", "down_proj", "dense2", "c_proj")
-# Keys: classes of blocks whose attention returns tokens in windows. Values: name of the block's child whose input
-# is the merged windows.
+# Keys: classes of blocks whose attention returns tokens in windows. Such a block merges the windows, and passes the
+# merged tokens to one of its submodules. Values: name of this submodule.
 _AFTER_ATTENTION = {"SwinLayer": "drop_path", "SwinTransformerBlock": "drop_path1", "SwinTransformerV2Block": "norm1"}
 
 

@@ -158,8 +158,8 @@ class AgentCNNModel(AgentCNNPreTrainedModel):
         hidden_states = self.embeddings(pixel_values)
         for index, layer in enumerate(self.layers):
             hidden_states = layer(hidden_states)
-            # Pooling is not part of the layer, because hints (`modeling_bootstrapped_vit.py`) compare feature maps
-            # before pooling, as in the authors' code.
+            # Pooling is not part of the layer, so the layer's output is the feature map before pooling. The hint loss
+            # (`modeling_bootstrapped_vit.py`) uses this map, as in the authors' code.
             if index in self.config.downsample_after:
                 hidden_states = F.avg_pool2d(hidden_states, kernel_size=2)
         hidden_states = self.activation(self.norm(hidden_states))

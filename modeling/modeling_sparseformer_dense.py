@@ -72,9 +72,9 @@ class FeatureMapsMixin(DenseInitializationMixin, BackboneMixin):
     """Mixin for backbones whose feature maps have the teacher's grid. The size of the maps does not depend on the
     number of tokens. These backbones can replace backbones of Transformers, for example a `Dinov2Backbone`.
 
-    Each cell of a feature map has the mean hidden state of the tokens whose RoIs cover it (`assignment_weights`). With
-    `upsampler_hidden_size`, convolutions of the image refine the map. A new student with one token per patch returns
-    the same feature map as its teacher.
+    Each cell of a feature map has the mean hidden state of the tokens whose RoIs cover the cell
+    (`assignment_weights`). If `upsampler_hidden_size` is set, a `MapUpsampler` adds details of the image to the map. A
+    new student with one token per patch returns the same feature map as its teacher.
 
     The folder of any model of the same family, for example of a bootstrapped classifier, can be loaded as a backbone:
     `….from_pretrained(folder, out_features=["stage4", "stage8"])`. The backbone's configuration can be the

@@ -75,8 +75,8 @@ def pick_patches(levels: list[torch.Tensor], patch_size: tuple[int, int], cells:
 
 
 def middle(count: int) -> int:
-    """Return the index of the row (or column) that belongs to no block of four cells in a grid with an odd number
-    `count` of rows (or columns). The index is near the middle."""
+    """Return the index of the row that belongs to no block of four cells, in a grid with an odd number of rows.
+    `count` is the number of rows. The row is near the middle of the grid. Columns are treated in the same way."""
     return 2 * ((count + 1) // 4)
 
 
@@ -140,8 +140,9 @@ def lost_detail(levels: list[torch.Tensor], grid: tuple[int, int], patch_size: t
 def choose_cells(split_scores: list[torch.Tensor], grid: tuple[int, int]) -> torch.Tensor:
     """Choose cells for each image. The number of chosen cells is the number of cells in `grid`.
 
-    At first, each block of four cells is one cell. Then the cells with the largest scores are split in four; the
-    number of splits is the number of blocks. The score of a part is at most the score of the cell that was split.
+    At first, each block of four cells of `grid` is merged into one cell. Then the cell with the highest score is split
+    in four. Splitting is repeated until there are as many cells as in `grid`. If a part of a split cell has a higher
+    score than the split cell, the part's score is lowered to the split cell's score.
 
     Args:
         split_scores (`list[torch.Tensor]`):
@@ -175,7 +176,8 @@ def choose_cells(split_scores: list[torch.Tensor], grid: tuple[int, int]) -> tor
         remaining.append((exists - split).flatten(1))
         exists = split_in_four(split, shape, 1.0)
     remaining = torch.cat([*remaining, exists.flatten(1)], dim=1)
-    # The ranks decrease with the index, so `topk` returns the indices of remaining cells in ascending order.
+    # `remaining` is 1 for chosen cells and 0 for other cells. Cells with smaller indices have higher ranks, so `topk`
+    # returns the indices of the chosen cells in ascending order.
     ranks = torch.arange(remaining.shape[1], 0, -1, device=remaining.device)
     return (remaining * ranks).topk(grid[0] * grid[1]).indices
 
@@ -207,8 +209,8 @@ class AttentionForecast(nn.Module):
 
 
 class ContentPlacement(nn.Module):
-    """Choose the cells of each image by content. A cell's score in `choose_cells` is the square root of its lost
-    detail, multiplied by the teacher's predicted attention to the cell."""
+    """Choose the cells of each image by content, with `choose_cells`. The score of a cell is the square root of its
+    `lost_detail`, multiplied by the attention that `AttentionForecast` predicts for the cell."""
 
     def __init__(self, config: PatchSparseFormerConfig):
         super().__init__()

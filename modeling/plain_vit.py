@@ -1,8 +1,9 @@
 """Conversion of a PatchSparseFormer to a plain vision transformer of Transformers.
 
-If a student's tokens are the cells of a grid, a model of the teacher's class computes the same outputs from smaller
-images, in which each patch is a cell. Such a model, here called the host, is built for these smaller images. The
-student's weights are then copied into the modules that `read_anatomy` finds in the host.
+The student's tokens must be the cells of a grid. The student resizes each image so that each cell becomes a patch. A
+model of the teacher's class can compute the student's outputs from the resized images. Such a model is called the
+host. `to_plain_vit` builds a host for the size of the resized images. Then it copies the student's weights into the
+modules that `read_anatomy` finds in the host.
 """
 
 import copy
@@ -104,7 +105,8 @@ def check_grid(config: PreTrainedConfig, grid: tuple[int, int], model_type: str)
 
 
 def set_fields(host_config: PreTrainedConfig, student: PreTrainedModel, grid: tuple[int, int]):
-    """Adapt a host's configuration to a student in place. Set the image size whose patches form `grid`."""
+    """Adapt a host's configuration to a student, in place. The image size is chosen so that the patches of an image
+    form `grid`."""
     config = student.config
     patch_size = pair(config.patch_size)
     image_size = (grid[0] * patch_size[0], grid[1] * patch_size[1])

@@ -19,10 +19,13 @@ from ..training.text import shortened
 
 
 def images_to_evaluate(arguments: argparse.Namespace, held_back: bool = False) -> tuple[datasets.Dataset, str]:
-    """Load images for an evaluation, and return them with the name of their split. Without `arguments.split`, the
-    split is the first evaluation split that has labels, or "train" if the data set has no evaluation split. If
-    "train" is chosen in this way and `held_back` is True, only the images of "train" that training commands hold back
-    are returned (see `hold_back`)."""
+    """Load images for an evaluation, and return the images and the name of their split.
+
+    Without `arguments.split`, the split is the first evaluation split that has labels. If no evaluation split has
+    labels, the split is the first evaluation split. If the data set has no evaluation split, the split is "train". In
+    this last case, `held_back=True` selects only those images of "train" that training commands hold back (see
+    `hold_back`).
+    """
     splits = [arguments.split]
     is_held_back = False
     if not arguments.split:

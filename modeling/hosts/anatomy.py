@@ -193,8 +193,8 @@ class Rotary:
 class PatchEmbedding:
     """Linear map from the pixels of a patch to its token."""
 
-    projection: nn.Conv2d | Projection  # Shape of `weight`: (hidden_size, channels, patch height, patch width).
-    norm: nn.Module | None = None  # Norm of the tokens before position embeddings are added.
+    projection: nn.Conv2d | Projection  # Weight of shape (hidden_size, channels, patch height, patch width).
+    norm: nn.Module | None = None  # `norm` normalizes the tokens before position embeddings are added.
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,7 +7,8 @@ import linear_probe
 
 
 def test_linear_probe_is_the_minimum():
-    """The loss has zero gradient at the fitted weights. A probe of scaled features gives equal logits."""
+    """The loss has zero gradient at the fitted weights. If the features are scaled and shifted, a new probe gives the
+    same logits as the first probe."""
     generator, penalty = torch.Generator().manual_seed(0), 0.01
     labels = torch.randint(3, (60,), generator=generator)
     features = torch.randn(60, 8, generator=generator) + torch.eye(3, 8)[labels]

@@ -48,7 +48,7 @@ def code_of(folder: Path) -> dict[str, bytes]:
 
 
 def folder_name(kind: str, model_class=None) -> str:
-    """Return the folder name of a saved model. `model_class` is the kind's classifier by default."""
+    """Return the name of the folder that has the model of a kind and a class. The default class is the classifier."""
     return f"{kind}-{(model_class or KINDS[kind].classifier).__name__}"
 
 
@@ -63,7 +63,7 @@ FEW += [(kind, each, auto_class(each)) for kind in ("bootstrapped", "patches") f
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory, make_model, pixel_values) -> tuple[Path, dict[str, torch.Tensor]]:
-    """Save a model of every class of every kind. Return the parent folder and each model's output."""
+    """Save a model of each class of each kind. Return the parent folder and the output of each model by name."""
     root, outputs = tmp_path_factory.mktemp("saved"), {}
     for kind in KINDS:
         for model_class in KINDS[kind].classes:
@@ -101,7 +101,8 @@ def test_loads_and_computes_the_same_without_the_package(saved, pixel_values, tm
 
 @pytest.mark.parametrize("kinds", [["patches"], pytest.param(list(KINDS), marks=pytest.mark.nightly)])
 def test_fine_tuned_remote_code(kinds, saved, tmp_path):
-    """Without frugalvit, `Trainer` saves the code and resumes exactly. The saved folder also loads with frugalvit."""
+    """`Trainer` fine-tunes a saved model in a process that cannot import frugalvit. The checkpoints contain the
+    model's code. A resumed run gives the same logits as an uninterrupted run. The result also loads with frugalvit."""
     run_without_frugalvit(tmp_path, "fine_tune", tmp_path, *(saved[0] / folder_name(kind) for kind in kinds))
     for kind in kinds:
         folder = tmp_path / folder_name(kind)

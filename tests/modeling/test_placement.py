@@ -62,7 +62,8 @@ def test_cells_tile_the_image_and_blocks_with_the_highest_scores_are_split(grid,
     shapes = [(grid[0] // 2, grid[1] // 2), *finer(grid, levels)]
     split_scores = [torch.rand(3, *shape, generator=generator) for shape in shapes[:-1]]
     if ties:
-        # If `ties` is 1, scores are rounded to 0, 1 or 2, so many scores are equal. Otherwise, all scores are 0.
+        # If `ties` is 1, each score is rounded down to 0, 1 or 2, so many scores are equal. If `ties` is 2 or 3, all
+        # scores are 0.
         split_scores = [(scores * (3 if ties == 1 else 0)).floor() for scores in split_scores]
     cells = choose_cells(split_scores, grid)
     assert cells.shape == (3, math.prod(grid)) and (cells.diff(dim=1) > 0).all()
@@ -70,7 +71,7 @@ def test_cells_tile_the_image_and_blocks_with_the_highest_scores_are_split(grid,
     sides = rois[:, 2:] - rois[:, :2]
     torch.testing.assert_close(sides.prod(1) * math.prod(grid), areas)
     torch.testing.assert_close(areas[cells].mean(1), torch.ones(3))
-    # Exactly one chosen cell covers each cell of the finest grid.
+    # Each cell of the finest grid lies in exactly one chosen cell.
     finest = rois[-math.prod(shapes[-1]) :]
     centers = (finest[:, :2] + finest[:, 2:]) / 2
     chosen = rois[cells][:, :, None]
@@ -80,7 +81,7 @@ def test_cells_tile_the_image_and_blocks_with_the_highest_scores_are_split(grid,
         # With equal scores, no block is merged and no cell is split.
         assert (areas[cells] == 1).all()
     elif not ties:
-        # No whole block has a higher score than a split block.
+        # A block that stays whole has no higher score than any block that is split.
         blocks = split_scores[0].flatten(1)
         for scores, chosen in zip(blocks, cells, strict=True):
             whole = torch.zeros(len(scores), dtype=torch.bool).index_fill(0, chosen[chosen < len(scores)], True)
