@@ -1,12 +1,18 @@
-"""Fine-tune a student with 64, 36 or 16 tokens, and its teacher, by Transformers' `Trainer` with default arguments.
+"""Compare the accuracies of a fine-tuned teacher and its fine-tuned student, which has 64, 36 or 16 tokens.
 
     python benchmarks/fine_tuning.py --clothing clothing-train.parquet clothing-test.parquet \\
         --caltech caltech101-train.parquet caltech101-test.parquet --results-dir results
 
-The student is bootstrapped on Caltech-101 without the last `NEW_CLASSES` classes. Student and teacher are then
-fine-tuned with a new classifier, on ten classes of clothing or on the last `NEW_CLASSES` classes of Caltech-101.
-`METHODS` train all weights, all weights with a larger learning rate for the classifier, LoRA matrices of rank 8
-(`peft`) for queries and values, or the classifier alone. Rows in the file of results are not measured again.
+The student is bootstrapped on Caltech-101 without the last `NEW_CLASSES` classes. Student and teacher then get a new
+classifier. Transformers' `Trainer` fine-tunes them on ten classes of clothing, or on the last `NEW_CLASSES` classes of
+Caltech-101. The methods of fine-tuning (`METHODS`) are:
+
+- "all weights": All weights have the same learning rate.
+- "all weights, head at 1e-3": The learning rate of the classifier is 1e-3.
+- "LoRA": Only the classifier and LoRA matrices (`peft`) of queries and values are trained.
+- "head": Only the classifier is trained.
+
+Results are written to fine_tuning.json. If this file contains a row, the row is not measured again.
 """
 
 import argparse
@@ -121,7 +127,8 @@ def student_folder(arguments: argparse.Namespace) -> str:
 
 
 def read(arguments: argparse.Namespace, data: str, part: int) -> datasets.Dataset:
-    """Load training images (part 0) or test images (part 1). Of Caltech-101, load the last `NEW_CLASSES` classes."""
+    """Load training images (part 0) or test images (part 1). From Caltech-101, load only the last
+    `NEW_CLASSES` classes."""
     if data == "clothing":
         return load_images(arguments.clothing[part])
     images = load_images(arguments.caltech[part])

@@ -1,10 +1,11 @@
-"""Measure speed on a GPU, and the agreement of outputs with a CPU. This takes at most seven minutes on an H100.
+"""Measure the speed of models on a GPU, and compare the outputs of models on the GPU with their outputs on the CPU.
 
     python benchmarks/on_gpu.py --reference CHECKOUT --tome CHECKOUT --results-dir results
 
-The first CHECKOUT is a clone of github.com/showlab/sparseformer, and the second of github.com/facebookresearch/ToMe.
-Without a clone, rows that need the clone are left out. Models are in bfloat16. on_gpu.json is written after each row.
-Each section of rows has a time limit (`SECONDS`). To continue, and to repeat rows that failed, run the same command.
+The first CHECKOUT is a clone of github.com/showlab/sparseformer. The second is a clone of
+github.com/facebookresearch/ToMe. Without a clone, rows that need the clone are left out. Speeds are those of models in
+bfloat16. Each section of rows has a time limit (`SECONDS`). All sections together take at most seven minutes on an
+H100. on_gpu.json is written after each row. To continue, and to repeat rows that failed, run the same command again.
 """
 
 import copy
@@ -38,7 +39,7 @@ from token_merging import tome
 
 # Time limit of each section in seconds. After this time, no further row of the section is measured.
 SECONDS = {"papers": 160, "student": 150, "bootstrap": 70, "agreement": 30}
-# The last mode is the time of the matrix products of the linear layers alone.
+# In the mode "products", only the matrix products of the linear layers are timed.
 MODES = ("eager", "compiled", "products")
 BATCH_SIZES = (1, 64, 256)
 IMAGE_SIZE = 224
@@ -60,7 +61,7 @@ class Rows:
         self.rows = [row for row in shared.read_rows(file) if "error" not in row]
 
     def measure(self, section: str, name: str, function: Callable[..., dict], *arguments, **key):
-        """Measure a row, unless the file contains the row or the time of its section is over."""
+        """Measure a row. Do nothing if the file contains the row, or if the time limit of the section is over."""
         key = {"section": section, "row": name, **key}
         end = self.end.setdefault(section, time.monotonic() + SECONDS[section])
         if time.monotonic() > end or any(key.items() <= row.items() for row in self.rows):
@@ -105,7 +106,7 @@ def speed(make: Callable[[], nn.Module], mode: str, batch_size: int) -> dict:
 
 
 def with_memory(function: Callable[..., float], *arguments) -> dict:
-    """Return the images per second that a function measures, and the peak GPU memory in MB."""
+    """Call a function that measures images per second. Return its result and, on a GPU, the peak memory in MB."""
     if DEVICE.type != "cuda":
         return {"images_per_second": function(*arguments)}
     torch.cuda.reset_peak_memory_stats()

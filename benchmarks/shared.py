@@ -37,12 +37,12 @@ from frugalvit.versions import origin
 ROOT = Path(__file__).resolve().parents[1]
 # Configuration overrides for a SparseFormer with a small focusing stage, for images of 32 x 32 pixels.
 STUDENT = "stem_channels=32,num_mixed_points=16,mixing_hidden_size=64,num_focusing_iterations=2"
-# Configuration fields of the ViTs with which SparseFormers are compared.
+# Configuration fields of ViTs. Benchmarks compare SparseFormers with these ViTs.
 VITS = {
     "vit-base": {},
     "vit-large": {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096},
 }
-# Small batches are timed in up to `MOST_ROUNDS` times as many passes as the largest batch.
+# Small batches get more timed passes than the largest batch, but at most `MOST_ROUNDS` times as many.
 MOST_ROUNDS = 10
 
 
@@ -278,8 +278,9 @@ def measure_speeds(
     rounds: int,
     programs: Mapping[str, Callable] | None = None,
 ) -> list[dict]:
-    """Measure images per second on the CPU for each dtype and batch size. Models and programs are timed in turns.
-    The precision of a program is fixed, so programs are timed only together with the models of the first dtype."""
+    """Measure images per second on the CPU for each dtype and batch size. Models and `programs`, which are exported
+    models, are timed in turns. The precision of a program is fixed. Programs are therefore timed only once, together
+    with the models in the first dtype."""
     rows = []
     programs = programs or {}
     macs = {name: count_macs(model, size).macs_with_attention for name, model in models.items()}

@@ -19,7 +19,7 @@ from frugalvit.training.loading import load_processor
 from shared import make_parser
 
 
-# Largest number of test images for the accuracy that is printed.
+# The accuracy is measured on at most this many test images.
 TEST_IMAGES = 500
 
 

@@ -3,10 +3,11 @@
     python benchmarks/token_merging.py --tome CHECKOUT --diffrate CHECKOUT
 
 ToMe (github.com/facebookresearch/ToMe) and DiffRate (github.com/OpenGVLab/DiffRate) are imported from their checkouts.
-Both patch a timm copy of the teacher, and are measured before and after distillation. Distillation has the teacher's
-outputs as targets and uses the student's training images. Before distillation, DiffRate searches the number of tokens
-that each block keeps. As in its authors' code, the search uses labels and frozen weights. Finished runs under
---runs-dir are reused, so a repeated command only measures. The output is token_merging.json.
+Each of them changes a copy of the teacher in timm. The copies are measured before and after distillation. In
+distillation, the targets are the teacher's outputs, and the images are the student's training images. Before
+distillation, DiffRate searches for the number of tokens that each block keeps. As in DiffRate's code, this search uses
+labels and frozen weights. Finished runs under --runs-dir are not trained again. Results are written to
+token_merging.json.
 """
 
 import functools
@@ -60,9 +61,9 @@ PARTS = {
     "mlp.fc1": "mlp.fc1",
     "mlp.fc2": "mlp.fc2",
 }
-# In a search of DiffRate's rates, the loss has an additional term: the squared difference between multiply-accumulates
-# (in G) and their target, times `DIFFRATE_WEIGHT`. The difference is scaled as if the teacher had 4.6 G
-# multiply-accumulates, like DeiT-S.
+# In a search of DiffRate's rates, the loss has an additional term: `DIFFRATE_WEIGHT` times the squared difference
+# of the multiply-accumulates from their target. Both are divided by the teacher's multiply-accumulates and
+# multiplied by `DIFFRATE_SCALE`. DeiT-S has 4.6 G multiply-accumulates.
 DIFFRATE_WEIGHT = 5
 DIFFRATE_SCALE = 4.6
 # Learning rate of DiffRate's search. The search trains only few parameters.
@@ -186,7 +187,7 @@ class PooledViT(VisionTransformer):
         return Embedded(embedding, None if self.head is None else self.head(embedding))
 
     def token_weights(self) -> torch.Tensor | None:
-        """Return the number of patches in each token, `(batch, tokens, 1)`, which ToMe or DiffRate has recorded."""
+        """Return the number of patches in each token, `(batch, tokens, 1)`, or None if no numbers are recorded."""
         noted = getattr(self, "_tome_info", None) or getattr(self, "_diffrate_info", {})
         # During a search, DiffRate masks tokens instead of removing them.
         return noted["size"] * noted["mask"][..., None] if self.training else noted.get("size")
@@ -195,9 +196,9 @@ class PooledViT(VisionTransformer):
 class MergedViT(nn.Module):
     """A `PooledViT` whose blocks merge tokens, with the inputs and outputs of a Transformers classifier.
 
-    In training mode, DiffRate masks tokens instead of removing them, because its rates need gradients. DiffRate
-    then also returns multiply-accumulates. Training mode is therefore on only if `searches` is True. The model has no
-    dropout.
+    In training mode, DiffRate masks tokens instead of removing them, because its rates need gradients. In training
+    mode, DiffRate also returns multiply-accumulates. Training mode is therefore on only if `searches` is True. The
+    model has no dropout.
     """
 
     def __init__(self, vit: PooledViT, searches: bool = False):
@@ -224,7 +225,7 @@ def tome(teacher: Anatomy, checkout: str | Path, merged: int, trace_source: bool
     proportional attention is used, also in training. With `trace_source`, ToMe records the patches in each token."""
     vit = as_timm(teacher)
     with peer(checkout, "tome"):
-        # ToMe was written for timm 0.4.12. Its blocks ignore newer features of timm, which `vit` does not use.
+        # ToMe was written for timm 0.4.12. Its blocks ignore newer features of timm. `vit` uses none of them.
         importlib.import_module("tome").patch.timm(vit, trace_source=trace_source)
     vit.r = merged
     return MergedViT(vit)
@@ -499,7 +500,8 @@ def update_rates(vit: PooledViT):
 
 @contextmanager
 def peer(checkout: str | Path, package: str):
-    """Make a checkout importable within this context only, because its modules may hide installed packages."""
+    """Within this context, put a checkout on Python's import path. The checkout is removed from the path afterwards,
+    because modules of the checkout may hide installed packages."""
     if not (Path(checkout) / package).is_dir():
         raise ValueError(f"{str(checkout)!r} is no checkout with a package {package!r}.")
     sys.path.insert(0, str(checkout))

@@ -292,7 +292,7 @@ class SparseFormerBaseConfig(BackboneConfigMixin, VisionConfig):
         return 2 * self.hidden_size if self.pooling == "cls_and_latent_mean" else self.hidden_size
 
     def validate_encoder(self):
-        """Check the fields for token counts, attention heads, norms, pooling and feature scales."""
+        """Check that token counts, attention heads, norms, pooling and feature scales are valid."""
         most = self.num_latent_tokens
         counts = list(self.elastic_token_counts or [most])
         if counts != sorted({*counts}) or counts[0] < 1 or counts[-1] != most:

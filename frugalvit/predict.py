@@ -76,7 +76,8 @@ def main(argv: list[str] | None = None) -> None:
     predicted = predict_files(
         model,
         image_processor,
-        # The limit counts only readable images. With `skip_corrupt`, the loop below applies the limit.
+        # Only readable images count towards `options.limit`. With `skip_corrupt`, the loop below finds the images that
+        # cannot be read, so this loop applies the limit.
         images if options.skip_corrupt else islice(images, options.limit),
         batch_size=options.batch_size,
         num_workers=options.num_workers,
@@ -259,7 +260,8 @@ def format_prediction(name: str, prediction: Prediction) -> str:
 
 
 def find_images(names: Sequence[str]) -> list[Path]:
-    """Find image and parquet files. A name is a file, a pattern, or a folder, which is searched recursively."""
+    """Find image and parquet files. Each of `names` is a file, a folder or a pattern. Folders are searched
+    recursively."""
     found = []
     for name in names:
         path = Path(name).expanduser()
@@ -272,7 +274,7 @@ def find_images(names: Sequence[str]) -> list[Path]:
             # Use `Path.glob`, because its `**` does not follow links to folders. Such links may form cycles.
             matches = [path] if path.exists() else sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
             # Leave out pipes, because reading a pipe may block. Leave out hidden files and files in hidden folders,
-            # unless `name` contains the hidden file or folder.
+            # unless the name of the hidden file or folder is a part of `name`.
             files = [match for match in matches if match.is_file() and _hidden(match) <= _hidden(path)]
         if not files:
             raise FileNotFoundError(f"There are no images at {name!r}; give image files, folders or patterns.")

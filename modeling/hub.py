@@ -74,8 +74,9 @@ class HubModel(HubMixin, PreTrainedModel):
     embedding_arguments: tuple[str, ...] = ()
 
     def _initialize_weights(self, module, is_custom_code: bool = False):
-        # `is_custom_code` is not passed on. With it, Transformers would skip modules without direct parameters, but
-        # some of these modules need `_init_weights`. `transformers.initialization` does not change loaded parameters.
+        # If `is_custom_code` were passed on, Transformers would skip modules without direct parameters. Some of these
+        # modules need `_init_weights`. Loaded parameters are safe, because `transformers.initialization` does not
+        # change loaded parameters.
         super()._initialize_weights(module)
 
     def save_pretrained(self, save_directory, is_main_process=True, push_to_hub=False, repo_id=None, **kwargs):

@@ -98,14 +98,17 @@ def solve_closed_form(
     there is therefore a matrix R with X R = S X, where S is `target`. Row i of X R X' has the dot products of all
     positions with the target of position i. The product of the target with itself is the largest.
 
-    R is computed by least squares, without the directions of X with small singular values (`RELATIVE_TOLERANCE`). An
-    SVD reduces R to rank `head_dim` and is split evenly between Q and K. A factor then sets the sharpness of the
-    softmax.
+    R is computed by least squares. Directions of X are left out if their singular values are small
+    (`RELATIVE_TOLERANCE`). An SVD reduces R to rank `head_dim` and is split evenly between Q and K. Finally, Q and K
+    are multiplied by a factor that sets the sharpness of the softmax.
 
     If `head_dim` is at least 16, each position whose target lies on the grid attends most to its target. If `head_dim`
-    is below 16, the attention map is a blur around the target. If `mass` is None, the maps are as sharp as those
-    of `solve_adam`. R then maps positions whose target lies outside of the grid to zero. These positions attend
-    evenly to all positions, as in the minimum of eq. 8 (`results/impulse_speed.json`).
+    is below 16, the attention map is a blur around the target.
+
+    If `mass` is a number, R is computed only from positions whose target lies on the grid. If `mass` is None, R is
+    computed from all positions, and the maps are as sharp as those of `solve_adam`. In this case, positions whose
+    target lies outside of the grid attend evenly to all positions, as in the minimum of eq. 8
+    (`results/impulse_speed.json`).
 
     Args:
         inputs (`torch.Tensor`): `(positions, hidden_size)` float, the pseudo input after the layer's LayerNorm.
@@ -119,7 +122,7 @@ def solve_closed_form(
     """
     inside = target.sum(1) > 0
     if not inside.any() or len(target) == 1:
-        # No shift can be solved if the grid has one position or if no target lies on the grid.
+        # If the grid has only one position, or if no target lies on the grid, there is no shift. Q and K are zero.
         zeros = inputs.new_zeros(inputs.shape[1], head_dim)
         return zeros, zeros.clone()
     solved = slice(None) if mass is None else inside
@@ -163,8 +166,8 @@ def solve_pinv(
     The wanted logits W are 1000 at the target and noise of standard deviation 1.8 elsewhere. The SVD of X+ W X+' is
     split evenly between Q and K, which are then scaled to a Frobenius norm of 7. X+ is the pseudo-inverse of X,
     restricted to the `head_dim` eigenvectors of X'X with the largest eigenvalues. In the code of Zheng et al.,
-    positions are random, and the eigenvalues have similar sizes. With the sinusoidal encoding, the inverses of the
-    smallest eigenvalues dominate, and the attention maps have hardly any peaks.
+    position embeddings are random, and the eigenvalues have similar sizes. With the sinusoidal encoding, the inverses
+    of the smallest eigenvalues dominate, and the attention maps have hardly any peaks.
 
     `generator` draws the noise. Other arguments and the results are those of `solve_closed_form`.
     """
@@ -194,10 +197,12 @@ def solve_adam(
     """Solve for Q and K by Algorithm 1 of Zheng et al.: Adam on the mean squared error of the attention map (eq. 8).
 
     The paper does not specify the initial weights. Here, they are uniform in +-1 / sqrt(hidden_size), PyTorch's
-    default. Algorithm 1 as printed trains until the softmax is saturated. The authors' code averages the error over
-    heads and bounds the weights every 100 steps (`renormalize_every`): each column of Q and each row of K is scaled to
-    the mean initial length of the columns of Q. The authors multiply logits by 0.1 for any width. Here, logits are
-    divided by sqrt(head_dim), as in a model.
+    default. Algorithm 1 as printed trains until the softmax is saturated.
+
+    The authors' code differs from Algorithm 1. It averages the error over heads. Every 100 steps
+    (`renormalize_every`), it scales each column of Q and each row of K to a fixed length, which is the mean length of
+    the columns of Q before the first step. It multiplies logits by 0.1 for any `head_dim`. Here, logits are divided by
+    sqrt(head_dim), as in a model.
 
     Args:
         inputs (`torch.Tensor`): `(positions, hidden_size)` float, the pseudo input after the layer's LayerNorm.

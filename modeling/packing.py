@@ -21,8 +21,8 @@ class PackedLinear(nn.Linear):
     packed copy if gradients are disabled.
 
     The layer shares weight and bias with `linear`. If the weight is changed or moved, the layer computes without the
-    packed copy. In-place changes through `.data` or NumPy are detected only in a sample of the elements. After such a
-    change of a few elements, pack the layer again.
+    packed copy. If only a few elements of the weight are changed through `.data` or NumPy, the layer may not detect
+    the change. After such a change, pack the layer again.
     """
 
     def __init__(self, linear: nn.Linear):

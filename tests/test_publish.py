@@ -144,7 +144,7 @@ def test_unsafe_folders_are_not_uploaded(trained, tmp_path, hub, capsys):
     weights["classifier.bias"][0] = float("nan")
     save_file(weights, trained / "model.safetensors", {"format": "pt"})
     refused("The weights classifier.bias have values that are not finite")
-    # Only processes that load the folder without frugalvit use the changed code.
+    # Only a process without frugalvit runs the source files in the folder. Such a process must notice the change.
     spoil("modeling_sparseformer.py", "pooler_output=", "pooler_output=2 * ")
     with pytest.raises(ValueError, match="Without frugalvit the model computes something else, by up to"):
         publish.check_outputs(trained)

@@ -92,7 +92,7 @@ def commands_of_results(content) -> Iterator[dict]:
 
 @pytest.mark.parametrize("file", sorted(ROOT.glob("results/*.json")), ids=lambda file: file.stem)
 def test_commands_of_results_parse_or_name_their_commit(file, stop_after_parsing, monkeypatch, tmp_path):
-    """Commands with the key `as_of` are skipped, because they may need the older commit that the key names."""
+    """A command is skipped if its dict has the key `as_of`, an older commit. The command may need this commit."""
     # Benchmarks create folders while they parse their options, so the test changes to a temporary folder.
     monkeypatch.chdir(tmp_path)
     for part in commands_of_results(json.loads(file.read_text(encoding="utf-8"))):
@@ -134,7 +134,8 @@ def test_every_public_name_is_documented():
 
 
 def test_every_shipped_model_loads_by_the_command(monkeypatch):
-    """The command in docs/models.md that loads a model also works for all other models in the table."""
+    """docs/models.md has a table of models, and a command that loads one of them. With the names of another model and
+    its Auto class, the command loads the other model."""
     monkeypatch.chdir(ROOT)
     page = PAGES["docs/models.md"]
     rows = dict(re.findall(r"^\| `((?:cifar10|caltech101)-[\w-]+)` \| .*? \| `(AutoModel\w+)` \|", page, re.MULTILINE))

@@ -16,8 +16,8 @@ from ..modeling.modeling_bootstrapped_vit import divergence
 
 # In each token's RoI, the teacher's tokens are sampled at a grid of `POINTS` x `POINTS` points.
 POINTS = 4
-# Share of the teacher's blocks whose attention is averaged: the last third of the blocks. Late blocks attend to parts
-# of an object.
+# The attention of this share of the teacher's blocks is averaged. The blocks are the last ones, because late blocks
+# attend to parts of an object.
 ATTENDING_SHARE = 1 / 3
 
 
@@ -96,10 +96,9 @@ class AlignmentLoss(nn.Module):
 class MapAlignmentLoss(nn.Module):
     """Distance between feature maps of a student and of a teacher, averaged over grid cells and layers.
 
-    First, the teacher's map is averaged over all cells of an image, and this mean is subtracted from the student's map
-    and from the teacher's map, because a vector that all cells share does not distinguish cells. The distance at a
-    cell is 1 minus the cosine of the two maps' vectors, plus `scale_weight` times the squared logarithm of the ratio
-    of the vectors' lengths.
+    A vector that all cells share does not distinguish cells. For each image, the mean of the teacher's map over all
+    cells is therefore subtracted from both maps. After that, the distance at a cell is 1 minus the cosine of the two
+    maps' vectors, plus `scale_weight` times the squared logarithm of the ratio of the vectors' lengths.
     """
 
     def __init__(self, scale_weight: float = 0.1):
@@ -212,26 +211,30 @@ class TokenAlignment:
         return torch.stack(losses).mean()
 
     def patch_weights(self, rois: torch.Tensor) -> torch.Tensor:
-        """Return the weights `(batch, tokens, patches)` with which the teacher's patches are averaged for each token.
-        The average is over a grid of points in the token's RoI. A point's value is interpolated bilinearly between
-        patches. Points are clamped to the image."""
+        """Return the weight of each of the teacher's patches for each token, `(batch, tokens, patches)`.
+
+        Each token's RoI contains a grid of points. At each point, the teacher's patches are interpolated bilinearly.
+        The weight of a patch for a token is the patch's weight in this interpolation, averaged over the token's
+        points. The weights for a token sum to 1. Points outside of the image are moved to the edge of the image.
+        """
         steps = (torch.arange(POINTS, device=rois.device) + 0.5) / POINTS
         y, x = torch.meshgrid(steps, steps, indexing="ij")
         low = rois[..., None, :2]
         high = rois[..., None, 2:]
         points = low + torch.stack([x, y], dim=-1).flatten(0, 1) * (high - low)
-        # Sampling the one-hot map of a patch at a point returns the weight of the patch at this point.
+        # There is one map for each patch. The map is 1 at this patch and 0 at all other patches. Interpolated at a
+        # point, the map has the weight of this patch in the interpolation.
         patches = self.grid[0] * self.grid[1]
         one_hot = torch.eye(patches, device=rois.device).view(1, patches, *self.grid).expand(len(rois), -1, -1, -1)
         return sample_features(one_hot, points, padding_mode="border").mean(2)
 
 
 def attention_loss(logits: torch.Tensor, attention: torch.Tensor) -> torch.Tensor:
-    """Return the Kullback-Leibler divergence between the predicted attention and the teacher's attention, averaged
-    over images.
+    """Return the Kullback-Leibler divergence between the attention that the student predicts and the teacher's
+    attention, averaged over images.
 
     Args:
-        logits (`torch.Tensor`): Predicted logits, `(batch, rows, columns)`.
+        logits (`torch.Tensor`): Logits of the attention that the student predicts, `(batch, rows, columns)`.
         attention (`torch.Tensor`): The teacher's attention, `(batch, rows, columns)`. Its grid may differ from the
             grid of `logits`.
     """
@@ -257,8 +260,8 @@ def teacher_attention(teacher: Anatomy, states: list[torch.Tensor]) -> torch.Ten
 
 
 def attention_to_patches(teacher: Anatomy, block, tokens: torch.Tensor) -> torch.Tensor:
-    """Return a block's attention to each patch, `(batch, patches)` float32, averaged over heads and queries. Each row
-    sums to 1."""
+    """Return a block's attention to each patch, `(batch, patches)` float32, averaged over heads and queries. The
+    attention of an image sums to 1."""
     query_tokens = (
         slice(0, teacher.num_class_tokens) if teacher.num_class_tokens else slice(teacher.num_prefix_tokens, None)
     )

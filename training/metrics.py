@@ -8,8 +8,8 @@ from .scores import check_scores
 
 
 class _Metric(evaluate.Metric):
-    """Base class of metrics that keep predictions and references in memory. `kept` is the feature type of predictions
-    and of references."""
+    """Base class of metrics that keep predictions and references in memory. `kept` is the `datasets` feature that both
+    of them have."""
 
     kept = datasets.Sequence(datasets.Value("int64"))
 

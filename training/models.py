@@ -28,7 +28,8 @@ def build_model(options, args, names: list[str]):
     """Return a classifier in float32 for the classes `names`, and the classifier's image processor.
 
     Args:
-        options (`ModelArguments`): Describes the model, new or pretrained, and its Context Broadcasting.
+        options (`ModelArguments`): Arguments of the model. If `options.model` is set, a pretrained classifier is
+            loaded. Otherwise, a new classifier is built.
         args (`TrainingArguments`): The training arguments. Only `trust_remote_code` is used.
         names (`list[str]`): Class names.
     """

@@ -10,7 +10,7 @@ from accelerate.utils import is_bf16_available
 from torch import nn
 
 
-# Training on a CPU uses bfloat16 if the CPU's matrix products in bfloat16 are more than this many times as fast as in
+# Training on a CPU uses bfloat16 only if matrix products in bfloat16 have a speedup of more than this factor over
 # float32. The speedup of all other operations is lower.
 WORTHWHILE = 2
 

@@ -68,11 +68,15 @@ def load_splits(data, learns_labels: bool = False, skip_corrupt: bool = False) -
 def load_parts(data, load: Callable, names_of_splits: Callable[[list[str]], list[str]]) -> tuple:
     """Load the images for training, evaluation and test. The images for evaluation and for test may be `None`.
 
-    If `data.eval_split` names a split, the best epoch is chosen on it, and there is no test. Without
-    `data.eval_split`, the best epoch is chosen on the validation split, and the model is tested on the split "test".
-    If only one of these two splits exists, or only one has labels, the epoch is chosen on that one, and there is no
-    test. If neither exists, the epoch is chosen on the first split of `data.eval_dataset`, or, without
-    `data.eval_dataset`, on a part of the training images (see `hold_back`).
+    If `data.eval_split` names a split, the best epoch is chosen on this split, and there is no test.
+
+    If `data.eval_split` is None, the best epoch is chosen on the validation split, and the model is tested on the test
+    split. If only one of these two splits exists, or if only one of them has labels, the best epoch is chosen on this
+    split, and there is no test.
+
+    If neither of the two splits exists, there is also no test. With `data.eval_dataset`, the best epoch is chosen on
+    the first split of `data.eval_dataset`. Without `data.eval_dataset`, it is chosen on a part of the training images
+    (see `hold_back`).
 
     Args:
         data (`DataArguments`): The arguments. `data.evaluated` and `data.tested` are set to the names of the chosen

@@ -182,8 +182,9 @@ def token_counts_to_train(config, seed: str) -> list[int]:
 
 
 def freeze(student: PreTrainedModel, args, num_blocks: int) -> set[nn.Parameter]:
-    """Freeze a student in place. The focusing stage and the leading blocks to tune (`args.tune`) stay trainable. If
-    the student inherits no blocks, only classifier, projection and pooling head are frozen.
+    """Freeze a student in place. The focusing stage and the student's first blocks stay trainable. `args.tune` is the
+    number of these blocks, or their share of the teacher's blocks. If the student inherits no blocks, only classifier,
+    projection and pooling head are frozen.
 
     Args:
         student (`PreTrainedModel`): The student.
@@ -210,7 +211,7 @@ def freeze(student: PreTrainedModel, args, num_blocks: int) -> set[nn.Parameter]
         raise ValueError(f"tune is {args.tune}, {count} blocks, expected at most the student's {len(layers)}.")
     layers[count:].requires_grad_(False)
     if inherits_patches:
-        # All weights are inherited, except for the weights of `placement`, which choose the grid cells of tokens.
+        # All weights of `base` are inherited, except for those of `placement`, which choose the grid cells of tokens.
         placement = (base.embeddings.placement or nn.Module()).requires_grad_(True)
         return {*base.parameters()} - {*placement.parameters()}
     base.layernorm.requires_grad_(False)

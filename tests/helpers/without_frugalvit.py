@@ -4,8 +4,8 @@
 - `fine_tune OUT START…` fine-tunes models with `Trainer` and saves them.
 - `compute FOLDER LOADER INPUTS OUTPUTS` loads a model, computes outputs and saves the model. Then it repeats these
   steps with the saved copy.
-- `process FOLDER OUTPUTS` prepares a prompt twice: with the folder's processor class and 4 image tokens, and with
-  `LlavaProcessor`.
+- `process FOLDER OUTPUTS` converts a prompt to token ids by the processor class in the folder, with 4 image tokens.
+  Then it converts the same prompt by `LlavaProcessor`.
 - `serve` reads requests from standard input and runs each request in a fork, so libraries are imported only once.
 """
 

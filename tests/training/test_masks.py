@@ -141,5 +141,5 @@ class TestViews:
         counts = labels != 255
         assert counts.any()
         assert torch.equal(pixels[0][counts], 60 * labels[counts])
-        # Padding has the mean color of the image format, which is 0 here.
+        # Padding has the mean color of the image format. In this test, the mean color is 0.
         assert not pixels[:, ~counts].any()
