@@ -9,7 +9,7 @@ Caltech-101. The methods of fine-tuning (`METHODS`) are:
 
 - "all weights": All weights have the same learning rate.
 - "all weights, head at 1e-3": The learning rate of the classifier is 1e-3.
-- "LoRA": Only the classifier and LoRA matrices (`peft`) of queries and values are trained.
+- "LoRA": Only the classifier and LoRA matrices of rank 8 (`peft`) for queries and values are trained.
 - "head": Only the classifier is trained.
 
 Results are written to fine_tuning.json. If this file contains a row, the row is not measured again.
