@@ -1,13 +1,14 @@
-"""Compare the speed of `frugalvit bootstrap` with a plain training loop for the reference implementation.
+"""Measure the speed of `frugalvit bootstrap`, and of a plain training loop that does the same.
 
-    python benchmarks/bootstrap_speed.py --sparseformer CHECKOUT --dataset IMAGES
+    python benchmarks/bootstrap_speed.py --dataset IMAGES --results-dir results
 
-CHECKOUT is a clone of github.com/showlab/sparseformer. The student is a SparseFormer-B with 49 tokens, and the teacher
-is a ViT-B/16. Both have random weights. The plain loop crops, flips and normalizes images with torchvision, and its
-teacher is timm's ViT. In each round, each of the two trainings runs in a new process. The medians of all rounds are
-written to bootstrap_speed.json.
+The shipped student's training is repeated for a few steps, with `COUNTS` as numbers of tokens. The plain loop has no
+trainer: it reads, crops and normalizes images with torchvision, embeds them with the teacher, and trains the student's
+base model by AdamW. Rows take turns for --rounds. Each run is a new process, and the median of a row's runs counts.
+Writes bootstrap_speed.json.
 """
 
+import functools
 import json
 import multiprocessing
 import resource
@@ -20,45 +21,38 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader
-from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
-from frugalvit import bootstrap
+from frugalvit import PatchSparseFormerForImageClassification, bootstrap, checkpoint_path
+from frugalvit.baselines import load_teacher
 from frugalvit.modeling.image_format import ImageFormat
 from frugalvit.training.data import load_images
 from frugalvit.training.loading import choose_device
+from frugalvit.training.precision import bfloat16_is_fast
+from frugalvit.training.students import token_counts_to_train
 from shared import Views, add_results_argument, cropped, make_parser, write_table
-from sparseformer_speed import load_reference
 
 
-TEACHER = ViTConfig(num_labels=1000)
-# The plain loop freezes as many inherited blocks as `frugalvit bootstrap`: four of eight.
-FROZEN = 4
+COUNTS = [9, 16, 25, 36, 49, 64]
 
 
 def main():
     parser = make_parser(__doc__)
-    parser.add_argument("--sparseformer", type=Path, required=True, help="a clone of the reference implementation")
-    parser.add_argument("--dataset", nargs="+", required=True, help="images to train on, as in `frugalvit bootstrap`")
-    parser.add_argument("--split", default="train", help="default: %(default)s")
+    parser.add_argument("--teacher", default=str(checkpoint_path("caltech101-vit")), help="default: caltech101-vit")
+    parser.add_argument("--dataset", required=True, help="images to train on, as in `frugalvit bootstrap`")
     parser.add_argument("--batch-size", type=int, default=16, help="default: %(default)s")
-    parser.add_argument("--steps", type=int, default=3, help="timed steps, after as many more (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=4, help="timed steps, after as many more (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
     add_results_argument(parser)
     arguments = parser.parse_args()
-
-    with tempfile.TemporaryDirectory() as folder:
-        folder = Path(folder)
-        save_teacher(folder / "teacher")
-        images = load_images(arguments.dataset, arguments.split).select_columns(["image"])
-        if len(images) < 2 * arguments.steps * arguments.batch_size:
-            parser.error(f"--dataset has {len(images)} images, too few for {2 * arguments.steps} steps")
-        images.to_parquet(folder / "images.parquet")
-        arguments.dataset = str(folder / "images.parquet")
-        rows = {"plain loop": plain_loop, "frugalvit bootstrap": bootstrap_command}
-        measured = {name: [] for name in rows}
-        for _ in range(arguments.rounds):
-            for name, function in rows.items():
-                measured[name].append(in_process(function, arguments, folder))
+    rows = {}
+    for bf16 in (False, True) if bfloat16_is_fast() else (False,):
+        for function in (plain_loop, bootstrap_command):
+            name = f"{function.__name__}, {'bfloat16' if bf16 else 'float32'}"
+            rows[name] = functools.partial(function, arguments, bf16)
+    measured = {name: [] for name in rows}
+    for _ in range(arguments.rounds):
+        for name, function in rows.items():
+            measured[name].append(in_process(function))
     table = []
     for name, results in measured.items():
         speed = statistics.median(speed for speed, _ in results)
@@ -69,69 +63,74 @@ def main():
     write_table(arguments.results_dir / "bootstrap_speed.json", settings, table)
 
 
-def save_teacher(folder: Path):
-    ViTForImageClassification(TEACHER).save_pretrained(folder)
-    ViTImageProcessor().save_pretrained(folder)
-
-
-def in_process(function, *arguments) -> tuple[float, float]:
+def in_process(function) -> tuple[float, float]:
     """Run a function in a new process. Return its result (images per second) and the peak memory in MB."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(with_peak, function, *arguments).result()
+        return pool.submit(with_peak, function).result()
 
 
-def with_peak(function, *arguments) -> tuple[float, float]:
-    speed = function(*arguments)
+def with_peak(function) -> tuple[float, float]:
+    speed = function()
     return speed, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def bootstrap_command(arguments, folder: Path) -> float:
+def bootstrap_command(arguments, bf16: bool) -> float:
     """Run `frugalvit bootstrap`. Return the images per second during the second half of the steps."""
-    output = Path(tempfile.mkdtemp(dir=folder))
-    bootstrap(
-        str(folder / "teacher"),
-        arguments.dataset,
-        num_tokens=48,
-        focusing="paper",
-        output=output,
-        eval_split="none",
-        per_device_train_batch_size=arguments.batch_size,
-        bf16=choose_device().type == "cuda",
-        max_steps=2 * arguments.steps,
-        logging_steps=arguments.steps,
-        load_best_model_at_end=False,
-        save_strategy="no",
-    )
-    log = json.loads((output / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
-    return [record["images_per_second"] for record in log if "loss" in record][-1]
+    with tempfile.TemporaryDirectory() as output:
+        bootstrap(
+            arguments.teacher,
+            arguments.dataset,
+            COUNTS,
+            output,
+            eval_split="none",
+            per_device_train_batch_size=arguments.batch_size,
+            bf16=bf16,
+            use_cpu=choose_device().type == "cpu",
+            max_steps=2 * arguments.steps,
+            logging_steps=arguments.steps,
+            load_best_model_at_end=False,
+            save_strategy="no",
+        )
+        log = json.loads(Path(output, "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
+    # The logged speed is the mean since the first step, so the time of the first half is subtracted.
+    first, last = (record for record in log if "loss" in record)
+    images = arguments.steps * arguments.batch_size
+    return images / (2 * images / last["images_per_second"] - images / first["images_per_second"])
 
 
-def plain_loop(arguments, folder: Path) -> float:
+def plain_loop(arguments, bf16: bool) -> float:
     """Run the plain training loop. Return the images per second during the second half of the steps."""
-    import timm
-
     device = choose_device()
-    teacher = timm.create_model("vit_base_patch16_224").eval().to(device)
-    student = load_reference(arguments.sparseformer, "sparseformer_btsp_augreg_base").train().to(device)
-    for part in (student.layers[-FROZEN:], student.norm, student.proj):
-        part.requires_grad_(False)
-    student.proj = torch.nn.Identity()
-    optimizer = torch.optim.AdamW([p for p in student.parameters() if p.requires_grad], lr=2e-4)
-    images = Views(load_images(arguments.dataset), cropped(ImageFormat((224, 224)), (0.5, 1.0)))
+    teacher, processor = load_teacher(arguments.teacher, str(device))
+    student = PatchSparseFormerForImageClassification.from_teacher(
+        teacher,
+        COUNTS[-1],
+        elastic_token_counts=COUNTS,
+        image_processor=processor,
+    )
+    model = student.base_model.train().to(device)
+    model.set_attn_implementation("eager")
+    teacher.source.eval().requires_grad_(False)
+    if bf16:
+        teacher.source.to(torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5)
+    images = Views(load_images(arguments.dataset), cropped(ImageFormat.from_processor(processor), (0.5, 1.0)))
     loader = DataLoader(images, arguments.batch_size, shuffle=True, drop_last=True)
     seconds = 0.0
     start = time.perf_counter()
     for step, batch in zip(range(2 * arguments.steps), loader, strict=False):
         pixel_values = batch["pixel_values"].to(device)
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        losses = []
+        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
             with torch.no_grad():
-                target = teacher.forward_head(teacher.forward_features(pixel_values), pre_logits=True)
-            loss = (1 - F.cosine_similarity(student(pixel_values), target)).mean()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(student.parameters(), 1.0)
+                target = teacher.embed(pixel_values).float()
+            for count in token_counts_to_train(student.config, str(step)):
+                embedding = model(pixel_values, num_tokens=count, output_tokens=False).pooler_output.float()
+                losses.append(1 - F.cosine_similarity(embedding, target).mean())
+        torch.stack(losses).mean().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        loss.item()
         if step >= arguments.steps:
             seconds += time.perf_counter() - start
         start = time.perf_counter()

@@ -24,7 +24,7 @@ from torch import nn
 from torchvision.transforms.functional import to_pil_image
 
 import shared
-from bootstrap_speed import bootstrap_command, plain_loop, save_teacher
+from bootstrap_speed import bootstrap_command, plain_loop
 from frugalvit import PatchSparseFormerForImageClassification
 from frugalvit.modeling.hosts import read_anatomy
 from frugalvit.speed import images_per_second
@@ -158,14 +158,11 @@ def measure_bootstrap(rows: Rows, arguments):
     noise = torch.rand(2 * STEPS * STEP_SIZE, 3, 16, 20)
     photographs = (F.interpolate(noise, size=(320, 400), mode="bicubic").clamp(0, 1) * 255).byte()
     with tempfile.TemporaryDirectory() as folder:
-        folder = Path(folder)
-        save_teacher(folder / "teacher")
-        images = [to_pil_image(each) for each in photographs]
-        datasets.Dataset.from_dict({"image": images}).to_parquet(folder / "images.parquet")
-        options = SimpleNamespace(batch_size=STEP_SIZE, steps=STEPS, dataset=str(folder / "images.parquet"))
-        options.sparseformer = arguments.reference
-        for loop in (bootstrap_command, plain_loop) if arguments.reference else (bootstrap_command,):
-            rows.measure("bootstrap", loop.__name__, with_memory, loop, options, folder)
+        file = str(Path(folder, "images.parquet"))
+        datasets.Dataset.from_dict({"image": [to_pil_image(each) for each in photographs]}).to_parquet(file)
+        options = SimpleNamespace(teacher=TEACHER, dataset=file, batch_size=STEP_SIZE, steps=STEPS)
+        for loop in (bootstrap_command, plain_loop):
+            rows.measure("bootstrap", loop.__name__, with_memory, loop, options, DEVICE.type == "cuda")
 
 
 def measure_agreement(rows: Rows, arguments):
