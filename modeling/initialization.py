@@ -115,7 +115,8 @@ class TransformerParts:
 
 
 def read_parts(model: nn.Module | TransformerParts) -> TransformerParts:
-    """Return the parts of a plain vision transformer with added positions. Raise a ValueError for other models."""
+    """Return the parts of a plain vision transformer that adds position embeddings to its patches. Raise a ValueError
+    for other models."""
     if isinstance(model, TransformerParts):
         return model
     try:

@@ -25,8 +25,8 @@ from .modeling_sparseformer_clip import (
 
 # PIL's resampling filters for open_clip's names of interpolation modes.
 RESAMPLE = {"bilinear": 2, "bicubic": 3, "random": 3}
-# Parts of the names of text weights: name in open_clip, then name in Transformers. "qkv" stands for three weights in
-# Transformers, because queries, keys and values are one tensor in open_clip.
+# Parts of the names of text weights: name in open_clip, then name in Transformers. Queries, keys and values are one
+# tensor in open_clip and three tensors in Transformers. "qkv" in a name on the right stands for these three.
 TEXT_NAMES = {
     "transformer.resblocks.": "encoder.layers.",
     "token_embedding.": "embeddings.token_embedding.",

@@ -65,8 +65,8 @@ def pick_patches(levels: list[torch.Tensor], patch_size: tuple[int, int], cells:
     for level in levels:
         patches = level.unfold(2, patch_size[0], patch_size[0]).unfold(3, patch_size[1], patch_size[1])
         rows, columns = patches.shape[2:4]
-        # Cells of other levels than `level` get an arbitrary patch, which `torch.where` discards. Indexing all cells
-        # is faster than cutting all patches of each level.
+        # Every cell gets a patch of this level. `torch.where` discards the patches of cells that belong to another
+        # level. Cutting all patches of an image would take longer.
         index = (cells - first).clamp(0, rows * columns - 1)
         of_level = patches[images, :, index // columns, index % columns].flatten(2)
         picked = of_level if picked is None else torch.where((cells >= first).unsqueeze(-1), of_level, picked)
@@ -75,8 +75,8 @@ def pick_patches(levels: list[torch.Tensor], patch_size: tuple[int, int], cells:
 
 
 def middle(count: int) -> int:
-    """Return the index of the row that belongs to no block of four cells, in a grid with an odd number of rows.
-    `count` is the number of rows. The row is near the middle of the grid. Columns are treated in the same way."""
+    """If the number of rows `count` is odd, one row remains after blocks of 2 x 2 cells are formed. Return the index
+    of this row, which is near the middle of the grid. Columns are treated in the same way."""
     return 2 * ((count + 1) // 4)
 
 

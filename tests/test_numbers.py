@@ -70,7 +70,8 @@ def split_comment(cell: str) -> tuple[str, str]:
 
 
 def cells(comment: str, table: str) -> Iterator[tuple[str, str, set[str], list[str], str]]:
-    """For each cell with an address, yield its column's title, its row's name, its address, its keys and its text.
+    """Yield the column's title, the row's name, the address, the keys and the text of each cell that has an address.
+    An address names a place in the results files:
 
     - The comment above a table lists the results files, and then one address for each column after the first.
     - ` / ` separates the parts of an address. The last part of a column's address lists the keys of the numbers in the

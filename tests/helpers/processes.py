@@ -26,8 +26,10 @@ def run_without_frugalvit(directory: Path, *arguments):
 
 
 def compute_without_frugalvit(directory: Path, folder: Path | str, loader: str, inputs: dict) -> list:
-    """Load a model from `folder` without frugalvit, save it, and load the saved copy. Return the logits of the model
-    and of the copy. If `folder` is a path, check that saving keeps the code files unchanged."""
+    """Load a model without frugalvit, save it, and load the saved copy. Return the logits of both.
+
+    `folder` is a `Path` or a hub id. For a `Path`, check that saving keeps the code files unchanged.
+    """
     save_file(inputs, directory / "inputs")
     run_without_frugalvit(directory, "compute", folder, loader, directory / "inputs", directory / "outputs")
     if isinstance(folder, Path):

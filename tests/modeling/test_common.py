@@ -55,7 +55,8 @@ MISSING = {
 
 
 def import_common_tests(name: str) -> types.ModuleType:
-    """Import a module of the folder `tests` as part of a new package, because the folder has no `__init__.py`."""
+    """Import a module of the folder `tests` of Transformers' source. The module becomes part of a new package, because
+    this folder has no `__init__.py`."""
     package, folder = "transformers_common_tests", Path(SOURCE) / "tests"
     if package not in sys.modules:
         sys.modules[package] = types.ModuleType(package)
