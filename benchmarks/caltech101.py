@@ -311,7 +311,8 @@ def compare_all(arguments):
 def measure(arguments, baselines: list[Baseline], images: datasets.Dataset) -> list[dict]:
     fast = choose_mixed_precision(torch.device("cpu")) == "bf16"
     precisions = ["float32", "bf16"] if fast else ["float32"]
-    return compare(baselines, images, batch_size=32, precisions=precisions, rounds=arguments.rounds)
+    options = {"precisions": precisions, "rounds": arguments.rounds, "folder": arguments.runs_dir / "embeddings"}
+    return compare(baselines, images, batch_size=32, **options)
 
 
 def file_name(arguments) -> str:
