@@ -12,8 +12,9 @@ All rows have these settings, unless the name of a row gives another value:
 - Architecture: 64 patches, width 72, 4 blocks. The ViT has [CLS] and 9 heads. The agent's kernels have 9 positions.
 - Budget: 4,000 images, 6 epochs, batches of 32.
 - Optimizer, initialization and loss weights are those of the reference implementation. In rows with impulse
-  initialization, weights outside attention are initialized as in Transformers. With the reference implementation's
-  large weights of the patch projection, tokens would hardly depend on their positions.
+  initialization, weights outside attention are initialized as in Transformers. The reference implementation draws
+  the weights of the patch projection with a standard deviation of 1. With such large weights, tokens would hardly
+  depend on their positions.
 - Training images are padded by reflection. Accuracy is measured after the last epoch.
 
 The row "joint, no hint, no divergence" is the control. Its ViT and its agent are trained in one run, but no loss

@@ -4,8 +4,9 @@
 
 The shipped student's training is repeated for a few steps, with `COUNTS` as numbers of tokens. The plain loop has no
 trainer: it reads, crops and normalizes images with torchvision, embeds them with the teacher, and trains the student's
-base model by AdamW. Rows take turns for --rounds. Each run is a new process, and the median of a row's runs counts.
-Writes bootstrap_speed.json.
+base model by AdamW. Each row of the table measures the command or the plain loop in one precision. In each of
+--rounds rounds, every row runs once, in a new process. The table shows the median of each row's runs. The output is
+bootstrap_speed.json.
 """
 
 import functools
@@ -92,7 +93,8 @@ def bootstrap_command(arguments, bf16: bool) -> float:
             save_strategy="no",
         )
         log = json.loads(Path(output, "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
-    # The logged speed is the mean since the first step, so the time of the first half is subtracted.
+    # In a record, `images_per_second` is the mean since the start of the first step. The denominator below is the time
+    # of all steps minus the time of the first half of the steps.
     first, last = (record for record in log if "loss" in record)
     images = arguments.steps * arguments.batch_size
     return images / (2 * images / last["images_per_second"] - images / first["images_per_second"])

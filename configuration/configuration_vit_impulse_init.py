@@ -50,8 +50,8 @@ class ViTImpulseInitConfig(PlainViTConfig):
             learned positions with a normal initialization. `"learned"` positions are initialized with the sinusoidal
             encoding if `initialization` is `"impulse"` or `"mimetic"`, and with truncated normal values otherwise.
         position_std (`float`, *optional*, defaults to 0.36):
-            Standard deviation of `"random"` positions. The authors' code for NeurIPS 2025 uses 0.02. One
-            setup in this code uses 0.36 (18 * 0.02) instead.
+            Standard deviation of `"random"` positions. The code that the authors published for NeurIPS 2025 uses
+            0.02, except for one setup with 0.36 (18 * 0.02).
         pooling (`str`, *optional*, defaults to `"mean"`):
             Input of the classifier: `"mean"` for the mean of all tokens after the final LayerNorm, or `"cls"` for a
             learned [CLS] token (table 1).

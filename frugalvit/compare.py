@@ -272,8 +272,8 @@ def embed_all(
 
 @torch.inference_mode()
 def is_correct(baseline: Baseline, embeddings: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Classify the `baseline.draws` embeddings of each image, `(draws, images, embedding_size)`. Return the share of
-    correct classifications for each image, `(images,)` float64."""
+    """Classify embeddings, `(draws, images, embedding_size)`. Each image has several embeddings if `baseline.draws` is
+    larger than 1. Return the share of correct classifications for each image, `(images,)` float64."""
     best = torch.stack([baseline.classifier(draw.to(baseline.device)).argmax(-1).cpu() for draw in embeddings])
     return (best == labels).double().mean(0)
 

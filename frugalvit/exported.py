@@ -259,8 +259,9 @@ def read_report(folder: Path) -> dict:
 
 
 class ExportedModule(nn.Module):
-    """A program that `frugalvit export` wrote. It is called like the original model, and has a `config`, a `device`
-    and named outputs. Threads may share one module. Unpickling loads the program from its folder again.
+    """A program that `frugalvit export` wrote. The module takes the inputs of the original model, for example
+    `module(pixel_values=images)`, and returns a `ModelOutput` with named outputs. The module has the attributes
+    `config` and `device`. Threads may share one module. Unpickling loads the program from its folder again.
 
     Args:
         folder (`str` or `os.PathLike`): The exported folder.

@@ -273,8 +273,8 @@ def find_images(names: Sequence[str]) -> list[Path]:
         else:
             # Use `Path.glob`, because its `**` does not follow links to folders. Such links may form cycles.
             matches = [path] if path.exists() else sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
-            # Leave out pipes, because reading a pipe may block. Leave out hidden files and files in hidden folders,
-            # unless the name of the hidden file or folder is a part of `name`.
+            # Leave out pipes, because reading a pipe may block. Leave out hidden files and files in hidden folders.
+            # If `name` is ".cache/*.png", files in `.cache` are kept, because `name` contains this folder's full name.
             files = [match for match in matches if match.is_file() and _hidden(match) <= _hidden(path)]
         if not files:
             raise FileNotFoundError(f"There are no images at {name!r}; give image files, folders or patterns.")

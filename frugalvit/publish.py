@@ -164,7 +164,8 @@ def write_card(model: PreTrainedModel, folder: Path, license: str | None = None,
 
 
 def check_texts(folder: Path):
-    """Raise a ValueError if a file holds an access token of the hub, or names code that is not in the folder."""
+    """Raise a ValueError if a file in the folder contains an access token of the hub, or if the `auto_map` of a JSON
+    file refers to code that is not in the folder."""
     for path in sorted(folder.iterdir()):
         text = "" if path.suffix in (".safetensors", ".png") else path.read_text(encoding="utf-8", errors="replace")
         if ACCESS_TOKEN.search(text):
@@ -174,7 +175,7 @@ def check_texts(folder: Path):
 
 
 def check_code(path: Path, part: dict) -> dict:
-    """Check `part`, an object in the JSON file `path`. Raise a ValueError if the `auto_map` of `part` names code
+    """Check `part`, an object in the JSON file `path`. Raise a ValueError if the `auto_map` of `part` refers to code
     that is not in the file's folder. Otherwise, return `part`, because `json.loads` uses the returned object."""
     for names in dict(part.get("auto_map") or {}).values():
         # A tokenizer's entry in `auto_map` lists a slow and a fast class. Each class may be None.

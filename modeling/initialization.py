@@ -153,7 +153,8 @@ def read_parts(model: nn.Module | TransformerParts) -> TransformerParts:
 
 
 def parts_of_layers(model: nn.Module, grid: tuple[int, int]) -> TransformerParts:
-    """Return the parts of a `ViTModel` (of this package or of Transformers) whose patches form `grid`."""
+    """Return the parts of a `ViTModel` of this package or of Transformers. `grid` is the number of rows and the number
+    of columns of patches in an image."""
     layers = []
     for layer in model.layers:
         attention = layer.attention

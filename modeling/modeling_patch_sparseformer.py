@@ -271,7 +271,9 @@ class PatchSparseFormerPreTrainedModel(SparseFormerBasePreTrainedModel):
         model.
 
         Args:
-            num_tokens (`int`, *optional*): Number of latent tokens. By default `config.num_tokens`, or all tokens.
+            num_tokens (`int`, *optional*):
+                Number of latent tokens. By default, the number is `config.num_tokens` or, if `config.num_tokens` is
+                None, `config.num_latent_tokens`.
             like (`PreTrainedConfig` or `str`, *optional*):
                 Configuration, folder or hub id of a Transformers model with the teacher's architecture. It is required
                 if the teacher came from another library.
@@ -322,9 +324,10 @@ class PatchSparseFormerModel(PatchSparseFormerPreTrainedModel):
             pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`):
                 Normalized images of any size.
             num_tokens (`int` or `torch.LongTensor` of shape `(batch,)`, *optional*):
-                Number of latent tokens, or a tensor with one number for each image. By default `config.num_tokens`, or
-                all tokens. With a tensor, tokens are padded to the largest number, and no token attends to padding.
-                The model warns once if a number is not in `config.trained_token_counts`.
+                Number of latent tokens, or a tensor with one number for each image. By default, the number is
+                `config.num_tokens` or, if `config.num_tokens` is None, `config.num_latent_tokens`. With a tensor,
+                tokens are padded to the largest number, and no token attends to padding. The model warns once if a
+                number is not in `config.trained_token_counts`.
             output_rois (`bool`, *optional*, defaults to `False`): Return `rois`.
             output_attention_forecast (`bool`, *optional*, defaults to `False`): Return `attention_forecast`.
             output_tokens (`bool`, *optional*, defaults to `True`):

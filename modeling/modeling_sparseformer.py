@@ -243,8 +243,9 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
             pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`):
                 Normalized images of at least 4 x 4 pixels.
             num_tokens (`int`, *optional*):
-                The model computes only the first `num_tokens` latent tokens. By default `config.num_tokens`, or all
-                tokens. The model warns once if the number is not in `config.trained_token_counts`.
+                The model computes only the first `num_tokens` latent tokens. By default, the number is
+                `config.num_tokens` or, if `config.num_tokens` is None, `config.num_latent_tokens`. The model warns
+                once if the number is not in `config.trained_token_counts`.
             output_rois (`bool`, *optional*, defaults to `False`): Return `rois` and `sampling_points`.
             output_focusing_hidden_states (`bool`, *optional*, defaults to `False`):
                 Return `focusing_hidden_states`.

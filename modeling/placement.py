@@ -30,8 +30,11 @@ def grid_rois(grid: tuple[int, int]) -> torch.Tensor:
 
 
 def cells_of(grids: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return RoIs, `(cells, 4)`, and areas, `(cells,)`, of all cells that can be chosen: the blocks of four cells in
-    the first grid, then the cells of each grid. A cell of the first grid has area 1."""
+    """Return the RoIs, `(cells, 4)`, and the areas, `(cells,)`, of all cells that `choose_cells` can choose.
+
+    The blocks of four cells in `grids[0]` are first. Each block counts as one large cell. The cells of
+    `grids[0]` follow, and then the cells of each finer grid. A cell of `grids[0]` has area 1, so a block has area 4.
+    """
     rois = [grid_rois(grid) for grid in grids]
     blocks = without_middle(rois[0].mT.unflatten(1, grids[0]), grids[0])
     first = blocks[:2, ::2, ::2]
@@ -150,8 +153,9 @@ def choose_cells(split_scores: list[torch.Tensor], grid: tuple[int, int]) -> tor
             rows, columns)` each.
 
     Returns:
-        Indices of cells in ascending order, `(batch, rows * columns)` int64. Indices count the blocks, then the cells
-        of the grid, then the cells of each finer grid, row by row.
+        Indices of the chosen cells in ascending order, `(batch, rows * columns)` int64. Cells are numbered in the
+        order of `split_scores`: the blocks, then the cells of the grid, then the cells of each finer grid. The finest
+        grid is last. The cells of each grid are numbered row by row.
     """
     sizes = [scores[0].numel() for scores in split_scores]
     grids = [grid] + [EVEN] * (len(split_scores) - 1)
@@ -176,8 +180,8 @@ def choose_cells(split_scores: list[torch.Tensor], grid: tuple[int, int]) -> tor
         remaining.append((exists - split).flatten(1))
         exists = split_in_four(split, shape, 1.0)
     remaining = torch.cat([*remaining, exists.flatten(1)], dim=1)
-    # `remaining` is 1 for chosen cells and 0 for other cells. Cells with smaller indices have higher ranks, so `topk`
-    # returns the indices of the chosen cells in ascending order.
+    # `remaining` is 1 for chosen cells and 0 for other cells. `ranks` decreases from the first cell to the last cell.
+    # `topk` sorts the products in descending order, so it returns the indices of the chosen cells in ascending order.
     ranks = torch.arange(remaining.shape[1], 0, -1, device=remaining.device)
     return (remaining * ranks).topk(grid[0] * grid[1]).indices
 

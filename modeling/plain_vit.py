@@ -105,8 +105,8 @@ def check_grid(config: PreTrainedConfig, grid: tuple[int, int], model_type: str)
 
 
 def set_fields(host_config: PreTrainedConfig, student: PreTrainedModel, grid: tuple[int, int]):
-    """Adapt a host's configuration to a student, in place. The image size is chosen so that the patches of an image
-    form `grid`."""
+    """Adapt a host's configuration to a student, in place. With the new image size, an image has `grid[0]` rows
+    and `grid[1]` columns of patches."""
     config = student.config
     patch_size = pair(config.patch_size)
     image_size = (grid[0] * patch_size[0], grid[1] * patch_size[1])
@@ -157,7 +157,8 @@ def build_host(student: PreTrainedModel, config: PreTrainedConfig) -> PreTrained
 
 
 def copy_weights(student: PreTrainedModel, anatomy: Anatomy, grid: tuple[int, int]):
-    """Copy a student's weights into the modules of a host whose patches form `grid`."""
+    """Copy a student's weights into the modules of a host. In the host, an image has `grid[0]` rows and `grid[1]`
+    columns of patches."""
     base = student.base_model
     embeddings = base.embeddings
     if anatomy.num_prefix_tokens != student.config.num_prefix_tokens:

@@ -61,11 +61,12 @@ class SegmentationLayer(nn.Module):
 class SegmentationHead(nn.Module):
     """Head that distributes tokens' class scores over the cells of a map by single-head attention (equations 6 and 7).
 
-    The paper specifies the width (256), two transformer blocks, a linear classifier and a predictive bias, which is a
-    score that is added to each token's attention. A 3 x 3 convolution computes the queries from the stem's map. We
-    chose the other details. Blocks are pre-norm, with 64 channels per head and an MLP of four times the width. A
-    LayerNorm follows the blocks. The linear layers for keys and predictive bias have no biases, because the softmax
-    would cancel biases.
+    The paper specifies the width (256), two transformer blocks, a linear classifier and a predictive bias. The
+    predictive bias is a score of each token, and is added to the token's attention scores. A 3 x 3 convolution
+    computes the queries from the stem's map. We chose the other details. Blocks are pre-norm, with 64 channels per
+    head and an MLP of four times the width. A LayerNorm follows the blocks. The linear layers `key` and `importance`
+    (for the predictive bias) have no bias parameters. In each cell, such a parameter would add the same value to the
+    scores of all tokens, and this value would not change the softmax over the tokens.
     """
 
     def __init__(self, config):

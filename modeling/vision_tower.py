@@ -184,8 +184,8 @@ def input_device(model: nn.Module) -> torch.device:
 
 
 def dispatch_to_devices(model: PreTrainedModel, vlm: PreTrainedModel, new_parts: dict[str, nn.Module]):
-    """Add Accelerate's hooks, which move tensors between devices, to `model` and to `new_parts`. Other parts of
-    `model` already have hooks."""
+    """Add hooks of Accelerate to `model` and to each module in `new_parts`, and set `model.hf_device_map`. The hooks
+    move tensors between devices. The other parts of `model` come from `vlm` and keep their hooks."""
     device = input_device(vlm)
     for part in new_parts.values():
         add_hook_to_module(part, AlignDevicesHook(next(part.parameters()).device))

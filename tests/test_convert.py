@@ -40,7 +40,8 @@ def to_showlab(model) -> dict[str, torch.Tensor]:
     """Return a model's weights with the parameter names of the reference implementation."""
     weights = model.state_dict()
     names = list(checkpoint_of("v1" if model.config.is_v1 else "bootstrapped"))
-    # The fixtures have few blocks. More blocks have the same parameter names as the last block, with other numbers.
+    # The fixtures have few blocks, but variants have more. Names for further blocks are copied from the last block of
+    # the fixture, and only the block's number is replaced.
     last = max(name.split(".")[1] for name in names if name.startswith("layers."))
     block = [name.partition(f"layers.{last}.")[2] for name in names if name.startswith(f"layers.{last}.")]
     names += [f"layers.{index}.{name}" for index in range(int(last) + 1, 60) for name in block]

@@ -236,7 +236,8 @@ def readable_images(images, skip_corrupt: bool = False, name: str = "the data se
             try:
                 with open_record(record[column]) as image:
                     if not headers_only:
-                        # `draft` decodes a JPEG at an eighth of its size, which is fast but reads the whole file.
+                        # The image is decoded, because decoding reads the whole file. To save time, `draft` makes the
+                        # decoder shrink a JPEG to an eighth of its size.
                         image.draft(image.mode, (1, 1))
                         to_rgb(image)
             # All exceptions are caught, because decoders raise errors of many types for broken files.
@@ -356,11 +357,12 @@ def find_in_folder(folder: Path, name: str | None) -> dict:
 def scan_folder(folder: Path, images: list[Path]) -> dict[str, list[tuple[str, Path]]]:
     """Return a dict that maps each split of a folder to a list with the class and the file of each image.
 
-    Subfolders whose names are in `SPLITS` are splits. There is one exception: if only one subfolder has such a name,
-    and there are other subfolders, it is not a split. If there are no splits, `folder` is the split "train". Each
-    subfolder of a split is a class and contains images of the class at any depth. Images directly in a split have the
-    class "". If the split has other classes, images directly in the split are left out. If `folder` contains
-    nothing but one subfolder, and this subfolder contains only folders, the subfolder is scanned instead of `folder`.
+    Subfolders whose names are in `SPLITS` are splits. There is one exception: if `folder` has only one such subfolder,
+    and also has subfolders with other names, no subfolder is a split. If there are no splits, `folder` is the split
+    "train". Each subfolder of a split is a class. All images in this subfolder, at any depth, belong to the class. If
+    a split has subfolders with images, images directly in the split are left out. Otherwise, the images directly in
+    the split have the class "". If `folder` contains nothing but one subfolder, and this subfolder contains only
+    folders, the subfolder is scanned instead of `folder`.
     """
     holding = {path.parent for path in images}
     while True:

@@ -222,8 +222,8 @@ class TokenAlignment:
         low = rois[..., None, :2]
         high = rois[..., None, 2:]
         points = low + torch.stack([x, y], dim=-1).flatten(0, 1) * (high - low)
-        # There is one map for each patch. The map is 1 at this patch and 0 at all other patches. Interpolated at a
-        # point, the map has the weight of this patch in the interpolation.
+        # Each patch has a map, which is 1 at this patch and 0 at all other patches. The map is interpolated at each
+        # point. The interpolated value is the weight of this patch at the point.
         patches = self.grid[0] * self.grid[1]
         one_hot = torch.eye(patches, device=rois.device).view(1, patches, *self.grid).expand(len(rois), -1, -1, -1)
         return sample_features(one_hot, points, padding_mode="border").mean(2)

@@ -307,8 +307,8 @@ class ImageTrainer(Trainer):
     def prepare_output_dir(self) -> str | None:
         """Record the settings of this run in `output_dir` and return the checkpoint to resume from, if there is one.
 
-        Raise a ValueError if the folder contains a run with other settings. With `overwrite_output_dir`, remove the
-        checkpoints of that run instead.
+        Raise a ValueError if the folder contains a run with other settings. With `overwrite_output_dir`, do not
+        compare settings, and remove the checkpoints in the folder unless `resume_from_checkpoint` is set.
         """
         args = self.args
         folder = Path(args.output_dir)
@@ -438,8 +438,9 @@ def find_damaged_file(checkpoint: Path) -> Path | None:
 
 
 def find_checkpoint(folder: str | Path) -> tuple[Path | None, list[Path]]:
-    """Return the newest complete checkpoint or None, and a list with the first damaged file of each newer
-    checkpoint."""
+    """Return two values. The first value is the newest complete checkpoint, or None if no checkpoint is complete. The
+    second value is a list with one file of each newer checkpoint: the checkpoint's first missing or damaged file. If
+    no checkpoint is complete, the list contains one file of every checkpoint."""
     damaged = []
     for checkpoint in list_checkpoints(folder):
         file = find_damaged_file(checkpoint)

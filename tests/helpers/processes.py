@@ -26,7 +26,8 @@ def run_without_frugalvit(directory: Path, *arguments):
 
 
 def compute_without_frugalvit(directory: Path, folder: Path | str, loader: str, inputs: dict) -> list:
-    """Load a model without frugalvit, save it, and load the saved copy. Return the logits of both.
+    """Load a model in a process without frugalvit, save it, and load the saved copy. Return the logits of the model
+    and of the copy.
 
     `folder` is a `Path` or a hub id. For a `Path`, check that saving keeps the code files unchanged.
     """

@@ -30,7 +30,8 @@ PROCESSOR = make_processor(make_llava())
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """Save a LLaVA, and a SparseFormer that can replace its vision tower. Return the folder of both."""
+    """Save a LLaVA and a SparseFormer in one folder, and return this folder. The SparseFormer can replace the LLaVA's
+    vision tower."""
     folder = tmp_path_factory.mktemp("pair")
     save_to_swap(folder, make_llava(), elastic_token_counts=[4, 7])
     return folder

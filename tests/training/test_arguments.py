@@ -48,7 +48,8 @@ def test_command_line_yaml_and_python_give_the_same(tmp_path):
     ],
 )
 def test_wrong_arguments_are_one_line(case, tmp_path, monkeypatch, capsys):
-    """The error is raised before a model or data set is loaded, for the command line and for a YAML file."""
+    """The wrong argument is on the command line or in a YAML file. In both cases, the error is raised before a model
+    or data set is loaded."""
     given, message = case.split(" | ")
     in_a_file = ["bootstrap", "--teacher", "owner/vit", "--config", "file.yaml"]
     words = given.split() if given.startswith("bootstrap") else in_a_file

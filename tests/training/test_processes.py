@@ -46,7 +46,8 @@ def run(folder: Path, teacher: Path, *jobs: dict):
 
 @pytest.fixture(scope="module")
 def finished(teacher, tmp_path_factory):
-    """Run one training in one process and in two processes. Return the folder of both runs."""
+    """Run the same training twice: in one process, and in two processes. Return the folder that contains the output
+    folders of both runs, `one` and `two`."""
     folder = tmp_path_factory.mktemp("runs")
     run(folder, teacher, {"name": "one", "processes": 1}, {"name": "two", **HALF})
     return folder

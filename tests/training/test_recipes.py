@@ -24,7 +24,8 @@ MODULES = {"bootstrap": bootstrap, "segment": segment, "train": train, "joint": 
 
 
 def read(name: str) -> tuple[dict, str]:
-    """Return a dict that contains a recipe's values and command, and the recipe's comment as one line."""
+    """Return a dict and a text. The dict contains a recipe's values, and its command under the key "command". The text
+    is the recipe's comment as one line."""
     text = RECIPES[name].read_text(encoding="utf-8")
     comment = " ".join(line.strip("# ") for line in text.splitlines() if line.startswith("#"))
     command = re.search(r"^command: (.*)$", text, re.MULTILINE)[1]

@@ -181,7 +181,8 @@ def test_folders_of_others_are_refused_and_kept(files, make, tmp_path, capsys):
 
 
 def test_checkpoints_are_removed_when_a_new_run_starts(make, tmp_path):
-    """A command that fails before its run starts removes no checkpoint."""
+    """With `overwrite_output_dir`, `run` removes the checkpoints of the earlier run. The steps before `run` remove no
+    checkpoint, because a command may fail in these steps."""
     folder = tmp_path / "out"
     make(callbacks=[Stop(2)]).run()
     start(ImageTrainingArguments(str(folder), use_cpu=True, overwrite_output_dir=True))
