@@ -46,6 +46,8 @@ def write_card(folder: Path, model: PreTrainedModel, image_format: ImageFormat, 
         # A CLIP's programs return embeddings, not classes.
         task = "image-feature-extraction"
     about = f"{report['architecture']} of frugalvit {report['frugalvit']}, {report['bytes'] / 1e6:.1f} MB. "
+    height, width = image_format.size
+    about += f"Its images have {width} x {height} pixels; other sizes need an export of their own. "
     if report["num_tokens"] is not None:
         about += f"It computes with {report['num_tokens']} latent tokens. "
     if report["calibration_images"]:
@@ -123,6 +125,7 @@ def rows(report: dict) -> list[dict[str, object]]:
             "min cosine": measured["min_cosine"],
             "mean cosine": measured["mean_cosine"],
             "same label": measured["agreement"],
+            "standard error": measured["agreement_error"],
         }
         for part, measured in report["parts"].items()
     ]

@@ -20,6 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, exporters
 from transformers.utils import ModelOutput
 
 from .configuration.configuration_base import is_sparseformer, pair
+from .export_int8 import quantize
 from .training.files import write_json
 from .training.loading import load_model, load_processor, vision_config_of
 from .training.text import first_line
@@ -146,26 +147,26 @@ def export_parts(
             example = part.example(2)
             batch = torch.export.Dim("batch", min=1, max=4_096)
             options = {"dynamic_shapes": {key: {0: batch} for key in example}}
-            if precision == "int8":
-                make_quantizer = _openvino_quantizer if name == "openvino" else _onnx_quantizer
-                options["quantizer"] = make_quantizer(part, calibration[part_name])
             if precision == "bfloat16":
                 # OpenVINO can compute in bfloat16 from float16 weights, which are more precise than bfloat16 weights.
                 options["compress_to_fp16"] = True
             with torch.no_grad():
                 exported = exporter.export(part, example, getattr(exporters, f"{prefix}Config")(**options))
             component = exported.components["model"]
+            program = component.program
+            if precision == "int8":
+                program = quantize(part, program, name, calibration[part_name])
             file = program_file(name, precision, part_name)
             if name == "onnx":
                 import onnx_ir
 
                 # transformers.js expects an axis named batch. Browsers load one file, which must contain the weights.
-                for value in (*component.program.graph.inputs, *component.program.graph.outputs):
+                for value in (*program.graph.inputs, *program.graph.outputs):
                     value.shape = onnx_ir.Shape(["batch", *value.shape[1:]])
                 (folder / file).parent.mkdir(exist_ok=True)
-                onnx_ir.save(component.program, folder / file)
+                onnx_ir.save(program, folder / file)
             else:
-                exporter.save_program(component.program, folder / file)
+                exporter.save_program(program, folder / file)
             components[part_name] = {"file": file, "metadata": dataclasses.asdict(component.metadata)}
     write_json(folder / MANIFEST, {"export_format": name, "components": components})
     write_json(folder / "config.json", program_config(next(iter(parts.values())).model, precision))
@@ -190,32 +191,6 @@ def program_config(model: PreTrainedModel, precision: str) -> dict[str, object]:
         "num_tokens": num_tokens,
         "transformers.js_config": {"dtype": "q8" if precision == "int8" else "fp32"},
     }
-
-
-def _openvino_quantizer(part: Part, calibration: list[dict[str, torch.Tensor]]):
-    """Return NNCF's quantizer. The first layer, whose inputs are pixels, stays in float32, because it is the most
-    sensitive layer."""
-    import nncf
-
-    config = exporters.NNCFQuantizationConfig(subset_size=len(calibration))
-    if torch.backends.cpu.get_cpu_capability() == "AVX2":
-        # On AVX2, sums of 8-bit products saturate. `overflow_fix` restricts weights to half of their range.
-        config.advanced_parameters = nncf.AdvancedQuantizationParameters(overflow_fix=nncf.OverflowFix.ENABLE)
-    if part.kind != "text_embeds":
-        layers = (module for name, module in part.model.named_modules() if not name.startswith("text_"))
-        first = next(module for module in layers if isinstance(module, nn.Conv2d | nn.Linear))
-        # OpenVINO's converter numbers the layers of each kind from 0, so the first layer has the number 0.
-        kind = "convolution" if isinstance(first, nn.Conv2d) else "linear"
-        config.ignored_scope = nncf.IgnoredScope(patterns=[f"{kind}_0/.*"], validate=False)
-    return exporters.NNCFOpenVINOQuantizer(config, calibration_dataset=calibration)
-
-
-def _onnx_quantizer(part: Part, calibration: list[dict[str, torch.Tensor]]):
-    """Return ONNX Runtime's quantizer. Products of two activations (attention, mixing) stay in float32."""
-    config = exporters.OnnxRuntimeStaticConfig(
-        per_channel=True, op_types_to_quantize=["MatMul", "Gemm", "Conv"], extra_options={"MatMulConstBOnly": True}
-    )
-    return exporters.OnnxRuntimeQuantizer(config, calibration_dataset=calibration)
 
 
 @contextlib.contextmanager
@@ -307,6 +282,13 @@ class ExportedModule(nn.Module):
         if output_rois and "rois" not in self.outputs:
             raise ValueError("The model was exported without its RoIs; `frugalvit export --output_rois` keeps them.")
         if pixel_values is not None:
+            height, width = pair(self.config.image_size)
+            shape = (self.config.num_channels, height, width)
+            if tuple(pixel_values.shape[1:]) != shape:
+                raise ValueError(
+                    f"Images have the shape {tuple(pixel_values.shape[1:])}, expected {shape}. An exported program "
+                    "takes images of one size, see its image processor. Export the model again for another size."
+                )
             inputs["pixel_values"] = pixel_values.to(self.device, self.dtype)
         with self._exclusive_runner() as runner:
             return ModelOutput(**runner(**inputs))

@@ -23,11 +23,13 @@ import frugalvit
 from drawn import noise
 from frugalvit import demo, export, export_page
 from frugalvit.cli import main
+from frugalvit.export_int8 import sensitive_layers
 from frugalvit.export_page import RUNTIME_FILES, check_page
 from frugalvit.exported import ExportedModule, load_classifier, parts_of
 from frugalvit.predict import predict
 from frugalvit.training.choices import SUBSET
 from frugalvit.training.data import class_names, load_images
+from frugalvit.training.scores import share_error
 from tiny import randomize, word_tokenizer
 
 
@@ -174,9 +176,64 @@ def test_a_program_computes_the_logits_of_the_model(arguments, tolerance, write,
     assert 0.9 < measured["min_cosine"] <= measured["mean_cosine"] <= 1 + 1e-6
     # The report compares each program with the float32 model, so outputs differ at lower precision.
     assert tolerance or measured["min_cosine"] < 1 - 1e-7
+    assert measured["agreement_error"] == share_error(measured["agreement"], 16)
+    with pytest.raises(ValueError, match=r"shape \(3, 32, 40\), expected \(3, 32, 32\)"):
+        program(torch.zeros(1, 3, 32, 40))
     assert (report["calibration_images"] == 8) == ("int8" in arguments)
     assert report["num_tokens"] == json.loads((output / "config.json").read_text())["num_tokens"] == 4
-    assert "computes with 4 latent tokens" in (output / "README.md").read_text()
+    card = (output / "README.md").read_text()
+    assert "computes with 4 latent tokens" in card and "images have 32 x 32 pixels" in card
+
+
+def test_int8_products_have_one_activation(write):
+    """Attention and the sensitive layers stay in float32. All other linear layers have unsigned 8-bit inputs, because
+    ONNX Runtime multiplies signed inputs in float32."""
+    import onnx
+
+    [file] = (write(*INT8) / "onnx").iterdir()
+    graph = onnx.load(file).graph
+    makers = {output: node for node in graph.node for output in node.output}
+    types = {tensor.name: tensor.data_type for tensor in graph.initializer}
+    inputs = [
+        [makers.get(name) for name in node.input[:2]] for node in graph.node if node.op_type in ("MatMul", "Gemm")
+    ]
+    quantized = [[node for node in pair if node and node.op_type == "DequantizeLinear"] for pair in inputs]
+    # There are eight linear layers, and attention has two products.
+    assert len(quantized) == 10 and {len(pair) for pair in quantized} == {0, 2}
+    assert 2 < sum(map(bool, quantized)) < 8
+    signs = [[types[node.input[2]] for node in pair] for pair in quantized if pair]
+    assert all(pair == [onnx.TensorProto.UINT8, onnx.TensorProto.INT8] for pair in signs)
+
+
+def test_the_most_sensitive_layers_stay_in_float():
+    """A layer whose inputs have a large outlier is the most sensitive one."""
+
+    class Layers(torch.nn.Sequential):
+        def forward(self, pixel_values):
+            return {"logits": super().forward(pixel_values)}
+
+    torch.manual_seed(0)
+    layers = Layers(*(torch.nn.Linear(8, 8) for _ in range(12)))
+    with torch.no_grad():
+        layers[4].bias[0] = 1000
+        layers[5].weight[:, 0] = 0
+    samples = [{"pixel_values": torch.randn(1, 8)} for _ in range(8)]
+    assert sensitive_layers(layers, samples) == [5]
+
+
+@pytest.mark.parametrize(
+    "agreement, compared, found",
+    [
+        (0.98, 300, []),
+        (0.975, 300, []),
+        (0.96, 150, ["agreement 0.9600 ± 0.0162 of model (standard error of 150 images), expected 0.98"]),
+        (float("nan"), 150, ["agreement nan ± nan of model (standard error of 150 images), expected 0.98"]),
+    ],
+)
+def test_an_agreement_may_be_one_standard_error_below_its_limit(agreement, compared, found):
+    part = {"compared": compared, "mean_cosine": 0.99, "agreement": agreement}
+    part["agreement_error"] = share_error(agreement, compared)
+    assert export.shortcomings({"precision": "int8", "parts": {"model": part}}) == found
 
 
 @torch.no_grad()
