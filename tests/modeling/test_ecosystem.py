@@ -4,6 +4,7 @@ import peft
 import pytest
 import torch
 import transformers
+from PIL import Image
 from transformers import Trainer, TrainingArguments
 
 from kinds import KINDS
@@ -46,7 +47,7 @@ def test_a_training_step_changes_most_weights_of_each_class(kind, make_model, pi
 def test_lora(kind, make_model, cifar10, pixel_values, tmp_path):
     model = make_model("classifier", kind, num_labels=10)
     model.save_pretrained(tmp_path / "base")
-    config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], modules_to_save=["classifier"], r=4)
+    config = peft.LoraConfig(target_modules="all-linear", modules_to_save=["classifier"], r=4)
     tuned = peft.get_peft_model(model, config)
     options = {"use_cpu": True, "report_to": "none", "save_strategy": "no", "remove_unused_columns": False}
     options |= {"max_steps": 4, "learning_rate": 1e-2, "gradient_checkpointing": True}
@@ -100,3 +101,21 @@ class TestCompilationAndExport:
         other_size = torch.randn(3, 3, *size, generator=torch.Generator().manual_seed(1))
         for images in (pixel_values, other_size):
             assert torch.equal(program.module()(images).logits, classifier(images).logits)
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:.*tokens.*:UserWarning")
+@pytest.mark.parametrize("task, pooled", [("image-classification", False), ("image-feature-extraction", True)])
+def test_pipelines_choose_the_number_of_tokens(task, pooled, make_model, tmp_path):
+    model = make_model("classifier", "patches", num_labels=10)
+    model.save_pretrained(tmp_path)
+    pipe = transformers.pipeline(task, model=str(tmp_path), model_kwargs={"num_tokens": 4})
+    image = Image.new("RGB", (40, 40), "red")
+    pixel_values = pipe.image_processor(image, return_tensors="pt").pixel_values
+    assert pipe.model.config.num_tokens == 4 != model.config.default_num_tokens
+    if pooled:
+        expected = model.base_model(pixel_values, num_tokens=4).last_hidden_state
+        torch.testing.assert_close(torch.tensor(pipe(image)), expected, rtol=0, atol=1e-6)
+    else:
+        expected = model(pixel_values, num_tokens=4).logits.softmax(-1).max().item()
+        assert pipe(image, top_k=1)[0]["score"] == pytest.approx(expected, abs=1e-6)
