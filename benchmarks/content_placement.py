@@ -4,6 +4,7 @@
     python benchmarks/content_placement.py students --teacher TEACHER --train TRAIN --test TEST --backgrounds IMAGES
     python benchmarks/content_placement.py table --name caltech101
     python benchmarks/content_placement.py glances --test TEST --backgrounds IMAGES
+    python benchmarks/content_placement.py changes --teacher TEACHER --train TRAIN --test TEST --backgrounds IMAGES
     python benchmarks/content_placement.py larger --name caltech101 --test TEST --backgrounds IMAGES
     python benchmarks/content_placement.py rivals --student STUDENT --test TEST --backgrounds IMAGES --apt CHECKOUT
     python benchmarks/content_placement.py speed --teacher TEACHER
@@ -17,6 +18,8 @@
 - `glances` measures placement by content with a margin. Scores of blocks of four grid cells are multiplied by the
   margin, so that more blocks are split into grid cells. `glances` also measures two passes: a first pass on a grid,
   and a second pass by content for images with an uncertain class.
+- `changes` bootstraps students with each of CHANGES, and measures them with and without a margin. Their cells are
+  placed by content.
 - `larger` measures images of twice the size. `speed` times both placements, and `picture` draws their tokens.
 - `rivals` copies the weights of a student with a grid into Adaptive Patch Transformer (CHECKOUT of
   github.com/rccchoudhury/apt, needs ipdb, einops and cv2) and into timm's NaFlexViT. The entropy threshold of Adaptive
@@ -51,13 +54,15 @@ import shared
 from frugalvit.baselines import WithTokens, load_teacher
 from frugalvit.configuration.configuration_base import pair
 from frugalvit.macs import count_macs
+from frugalvit.modeling import modeling_patch_sparseformer
 from frugalvit.modeling.hosts import read_anatomy
 from frugalvit.modeling.image_format import ImageFormat
 from frugalvit.modeling.modeling_patch_sparseformer import (
+    PatchSparseFormerEmbeddings,
     PatchSparseFormerEmbeddingsOutput,
     PatchSparseFormerForImageClassification,
 )
-from frugalvit.modeling.placement import choose_cells
+from frugalvit.modeling.placement import ContentPlacement, choose_cells, cut_patches, without_middle
 from frugalvit.pictures import save_figure
 from frugalvit.speed import images_per_second
 from frugalvit.training import bootstrap
@@ -164,6 +169,13 @@ def train_students(arguments):
 
 def train_student(arguments, placement: str, seed: int) -> list[dict]:
     """Train and measure a student, or reuse its run. Return a row for each number of tokens."""
+    folder = bootstrap_student(arguments, placement, seed)
+    about = {"seed": seed, "steps": arguments.steps, "batch_size": arguments.batch_size}
+    about["inherited_rate"] = arguments.learning_rate * arguments.inherited_learning_rate
+    return shared.measured_once(folder, lambda folder: [row | about for row in measure(arguments, folder, placement)])
+
+
+def bootstrap_student(arguments, placement: str, seed: int) -> Path:
     rate = arguments.learning_rate * arguments.inherited_learning_rate
     budget = f"{arguments.steps}x{arguments.batch_size}-{rate:g}"
     folder = arguments.runs_dir / f"{arguments.name}-{placement}-{budget}-seed{seed}"
@@ -177,8 +189,7 @@ def train_student(arguments, placement: str, seed: int) -> list[dict]:
         *shared.precision_arguments(arguments, arguments.training_precision),
     ]
     shared.run_training(bootstrap, folder, argv)
-    about = {"seed": seed, "steps": arguments.steps, "batch_size": arguments.batch_size, "inherited_rate": rate}
-    return shared.measured_once(folder, lambda folder: [row | about for row in measure(arguments, folder, placement)])
+    return folder
 
 
 def measure_glances(arguments):
@@ -198,13 +209,83 @@ def measure_glances(arguments):
             row.setdefault(f"{view}: macs", []).append(result["macs"])
     settings = {name: getattr(arguments, name) for name in ("object_images", "mixed_precision")}
     settings["values_of_seeds"] = arguments.seeds
+    shared.write_table(arguments.results_dir / f"content_glances_{arguments.name}.json", settings, summarize(found))
+
+
+def summarize(found: dict[tuple, dict[str, list[float]]]) -> list[dict]:
     rows = []
     for key, measured in found.items():
         row = dict(key)
         for name, values in measured.items():
             row |= {name: statistics.mean(values), f"{name}: spread": shared.spread(values), f"{name}: values": values}
         rows.append(row)
-    shared.write_table(arguments.results_dir / f"content_glances_{arguments.name}.json", settings, rows)
+    return rows
+
+
+def measure_changes(arguments):
+    found: dict[tuple, dict[str, list[float]]] = {}
+    for (change, (margins, classes)), seed in itertools.product(CHANGES.items(), arguments.seeds):
+        changed = argparse.Namespace(**vars(arguments) | {"runs_dir": arguments.runs_dir / change})
+        choose = functools.partial(choose_by_random, margins)
+        with mock.patch.multiple(modeling_patch_sparseformer, **classes):
+            with mock.patch("frugalvit.modeling.placement.choose_cells", choose):
+                folder = bootstrap_student(changed, "content", seed)
+            for view, count, margin in itertools.product(caltech101.VIEWS, arguments.tokens, (*MARGINS, math.inf)):
+                logits, _, labels = outputs_by_margin(arguments, folder, view, count, margin)
+                row = found.setdefault((("change", change), ("tokens", count), ("margin", f"{margin:g}")), {})
+                row.setdefault(view, []).append(caltech101.accuracy_of(logits, labels))
+    settings = {name: getattr(arguments, name) for name in ("object_images", "mixed_precision", "training_precision")}
+    settings["values_of_seeds"] = arguments.seeds
+    shared.write_table(arguments.results_dir / f"content_changes_{arguments.name}.json", settings, summarize(found))
+
+
+class PlacementWithParts(ContentPlacement):
+    """Placement whose merged cells keep their parts: a linear layer, which starts at zero, maps the embeddings of the
+    four cells of a block to a vector that is added to the embedding of the block."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        # A linear layer would get random weights.
+        self.parts = nn.Parameter(torch.zeros(config.hidden_size, 4 * config.hidden_size))
+        self.merged = None
+
+    def forward(self, levels: list[torch.Tensor], grid: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+        chosen, logits = super().forward(levels, grid)
+        cells = cut_patches(without_middle(levels[1], grid, self.patch_size), self.patch_size)
+        self.merged = cells, chosen
+        return chosen, logits
+
+
+class EmbeddingsWithParts(PatchSparseFormerEmbeddings):
+    def embed(self, patches: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        if self.placement.merged is not None:
+            cells, chosen = self.placement.merged
+            self.placement.merged = None
+            parts = self.projection(cells).unflatten(2, (-1, 2)).unflatten(1, (-1, 2)).transpose(2, 3)
+            added = F.linear(parts.flatten(3).flatten(1, 2), self.placement.parts)
+            # Cells that are not merged get the zeros after the last block.
+            added = F.pad(added, (0, 0, 0, 1))
+            images = torch.arange(len(chosen), device=chosen.device).unsqueeze(1)
+            positions = positions + added[images, chosen.clamp(max=added.shape[1] - 1)]
+        return super().embed(patches, positions)
+
+
+def choose_by_random(margins: tuple[float, ...], split_scores: list[torch.Tensor], grid: tuple[int, int]):
+    """Choose cells with a random one of the margins for each image."""
+    drawn = torch.tensor(margins)[torch.randint(len(margins), (len(split_scores[0]), 1, 1))]
+    return choose_by_margin(drawn, split_scores, grid)
+
+
+# `changes`: margins of training, of which each image gets a random one, and classes that replace the model's.
+RANDOM_MARGINS = (1.0, 1.5, 2.5, math.inf)
+AS_BEFORE = {"ContentPlacement": ContentPlacement}
+WITH_PARTS = {"ContentPlacement": PlacementWithParts, "PatchSparseFormerEmbeddings": EmbeddingsWithParts}
+CHANGES = {
+    "random margins": (RANDOM_MARGINS, AS_BEFORE),
+    "parts": ((1.0,), WITH_PARTS),
+    "random margins, parts": (RANDOM_MARGINS, WITH_PARTS),
+    "infinite margin": ((math.inf,), AS_BEFORE),
+}
 
 
 def outputs_by_margin(arguments, folder: Path, view: str, count: int, margin: float) -> tuple:
@@ -219,7 +300,7 @@ def outputs_by_margin(arguments, folder: Path, view: str, count: int, margin: fl
     return logits, count_macs(student, image_format.size).macs_with_attention, labels
 
 
-def choose_by_margin(margin: float, split_scores: list[torch.Tensor], grid: tuple[int, int]) -> torch.Tensor:
+def choose_by_margin(margin, split_scores: list[torch.Tensor], grid: tuple[int, int]) -> torch.Tensor:
     return choose_cells([margin * split_scores[0].clamp(min=1e-20), *split_scores[1:]], grid)
 
 
@@ -432,6 +513,7 @@ COMMANDS = {
     "students": (train_students, ["teacher", "train", "test", "backgrounds"]),
     "table": (make_table, []),
     "glances": (measure_glances, ["test", "backgrounds"]),
+    "changes": (measure_changes, ["teacher", "train", "test", "backgrounds"]),
     "larger": (measure_larger, ["test", "backgrounds"]),
     "rivals": (compare_rivals, ["student", "test", "backgrounds", "apt"]),
     "speed": (measure_speed, ["teacher"]),
