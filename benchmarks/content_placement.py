@@ -18,8 +18,7 @@
 - `glances` measures placement by content with a margin. Scores of blocks of four grid cells are multiplied by the
   margin, so that more blocks are split into grid cells. `glances` also measures two passes: a first pass on a grid,
   and a second pass by content for images with an uncertain class.
-- `changes` bootstraps students with each of CHANGES, and measures them with and without a margin. Their cells are
-  placed by content.
+- `changes` bootstraps students for placement by content with each of CHANGES, and measures them with several margins.
 - `larger` measures images of twice the size. `speed` times both placements, and `picture` draws their tokens.
 - `rivals` copies the weights of a student with a grid into Adaptive Patch Transformer (CHECKOUT of
   github.com/rccchoudhury/apt, needs ipdb, einops and cv2) and into timm's NaFlexViT. The entropy threshold of Adaptive
@@ -240,12 +239,12 @@ def measure_changes(arguments):
 
 
 class PlacementWithParts(ContentPlacement):
-    """Placement whose merged cells keep their parts: a linear layer, which starts at zero, maps the embeddings of the
-    four cells of a block to a vector that is added to the embedding of the block."""
+    """Placement by content with the weights of a linear layer, which start at zero. The layer maps the embeddings of
+    the four parts of a merged cell to a vector. `EmbeddingsWithParts` adds this vector to the cell's embedding."""
 
     def __init__(self, config):
         super().__init__(config)
-        # A linear layer would get random weights.
+        # The weights are no `nn.Linear`, because `_init_weights` would give it random weights.
         self.parts = nn.Parameter(torch.zeros(config.hidden_size, 4 * config.hidden_size))
         self.merged = None
 
@@ -263,7 +262,7 @@ class EmbeddingsWithParts(PatchSparseFormerEmbeddings):
             self.placement.merged = None
             parts = self.projection(cells).unflatten(2, (-1, 2)).unflatten(1, (-1, 2)).transpose(2, 3)
             added = F.linear(parts.flatten(3).flatten(1, 2), self.placement.parts)
-            # Cells that are not merged get the zeros after the last block.
+            # The padded row of zeros is added to the embeddings of cells that are not merged.
             added = F.pad(added, (0, 0, 0, 1))
             images = torch.arange(len(chosen), device=chosen.device).unsqueeze(1)
             positions = positions + added[images, chosen.clamp(max=added.shape[1] - 1)]
@@ -271,12 +270,13 @@ class EmbeddingsWithParts(PatchSparseFormerEmbeddings):
 
 
 def choose_by_random(margins: tuple[float, ...], split_scores: list[torch.Tensor], grid: tuple[int, int]):
-    """Choose cells with a random one of the margins for each image."""
+    """Choose cells, with a random one of `margins` for each image."""
     drawn = torch.tensor(margins)[torch.randint(len(margins), (len(split_scores[0]), 1, 1))]
-    return choose_by_margin(drawn, split_scores, grid)
+    return choose_by_margin(drawn.to(split_scores[0].device), split_scores, grid)
 
 
-# `changes`: margins of training, of which each image gets a random one, and classes that replace the model's.
+# For each change of training that `changes` measures, `CHANGES` has the arguments `margins` of `choose_by_random`, and
+# the classes that replace classes of the same names in `modeling_patch_sparseformer`.
 RANDOM_MARGINS = (1.0, 1.5, 2.5, math.inf)
 AS_BEFORE = {"ContentPlacement": ContentPlacement}
 WITH_PARTS = {"ContentPlacement": PlacementWithParts, "PatchSparseFormerEmbeddings": EmbeddingsWithParts}
