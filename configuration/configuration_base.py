@@ -254,6 +254,19 @@ class SparseFormerBaseConfig(BackboneConfigMixin, VisionConfig):
         self.set_output_features_output_indices(names, numbers)
         super().__post_init__(**kwargs)
 
+    @classmethod
+    def from_dict(cls, config_dict: dict, **kwargs):
+        """Call `PreTrainedConfig.from_dict`. Raise a ValueError if `config_dict` is of a PatchSparseFormer and this
+        class is of a SparseFormer, or the reverse, because most of the loaded model's weights would be random."""
+        model_type = config_dict.get("model_type", cls.model_type)
+        if model_type.startswith("patch_sparseformer") != cls.has_patch_embedding:
+            right = " or ".join(config_dict.get("architectures") or ()) or "a class of this model type"
+            raise ValueError(
+                f"`model_type` is {model_type!r}, expected {cls.model_type!r}; load the model by {right}, or by an "
+                "`Auto` class of Transformers such as `AutoModel`."
+            )
+        return super().from_dict(config_dict, **kwargs)
+
     @property
     def stage_names(self) -> list[str]:
         """Names of all layers that can return a feature map."""

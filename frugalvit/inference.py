@@ -88,8 +88,12 @@ class _Application:
         else:
             model, image_processor = self._load(model, device, trust_remote_code)
             pack_linear_layers(model)
-        if num_tokens is not None and not any(hasattr(part, "set_num_tokens") for part in model.modules()):
-            raise ValueError(f"`num_tokens` is {num_tokens}; a {type(model).__name__} has no choice of tokens.")
+        if num_tokens is not None:
+            configs = (getattr(part, "config", None) for part in model.modules())
+            config = next((config for config in configs if hasattr(config, "require_num_tokens")), None)
+            if config is None:
+                raise ValueError(f"`num_tokens` is {num_tokens}; a {type(model).__name__} has no choice of tokens.")
+            config.require_num_tokens(num_tokens)
         self.model = model
         self.image_processor = image_processor
         self.num_tokens = num_tokens

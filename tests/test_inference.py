@@ -121,16 +121,18 @@ def test_errors_belong_to_their_image(images, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "options", "message"),
+    ("model", "options", "message"),
     [
-        ([Image.new("RGB", (32, 32))], {"num_tokens": 17}, "`num_tokens` is 17, expected 1 to 15"),
-        ([], {"model": elastic}, "needs its image processor"),
+        ("cifar10-sparseformer", {"num_tokens": 17}, "`num_tokens` is 17, expected 1 to 15"),
+        ("caltech101-sparseformer", {"num_tokens": 10}, "`num_tokens` is 10, which makes no grid"),
+        ("cifar10-sparseformer-clip", {"num_tokens": 65}, "`num_tokens` is 65, expected 1 to "),
+        ("cifar10-vit", {"num_tokens": 16}, "`num_tokens` is 16; a ViT.* has no choice of tokens"),
+        (elastic, {}, "needs its image processor"),
     ],
 )
-def test_wrong_arguments_are_refused(given, options, message):
-    model = options.pop("model", "cifar10-sparseformer")
+def test_wrong_arguments_are_refused(model, options, message):
     with pytest.raises(ValueError, match=message):
-        list(frugalvit.Classifier(model() if callable(model) else model, device="cpu", **options)(given))
+        frugalvit.Embedder(model() if callable(model) else model, device="cpu", **options)
 
 
 def test_reading_ahead_keeps_the_order():

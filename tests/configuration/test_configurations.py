@@ -7,8 +7,11 @@ from frugalvit import (
     AgentCNNConfig,
     BootstrappedViTConfig,
     PatchSparseFormerConfig,
+    PatchSparseFormerVisionModel,
     SparseFormerConfig,
+    SparseFormerForImageClassification,
     SparseFormerModel,
+    checkpoint_path,
 )
 from kinds import KINDS
 
@@ -89,6 +92,19 @@ def test_assigned_fields_are_checked(tmp_path):
         with pytest.raises(StrictDataclassError, match="`num_attention_heads`=5"):
             use()
     assert not list(tmp_path.glob("config/*"))
+
+
+@pytest.mark.parametrize(
+    ("model_class", "name", "right"),
+    [
+        (SparseFormerForImageClassification, "caltech101-sparseformer", "PatchSparseFormerForImageClassification"),
+        (PatchSparseFormerVisionModel, "cifar10-sparseformer", "SparseFormerForImageClassification"),
+    ],
+)
+def test_a_class_of_the_other_start_is_refused(model_class, name, right):
+    """Most weights of the model would be random."""
+    with pytest.raises(ValueError, match=f"`model_type` is .*; load the model by {right}, "):
+        model_class.from_pretrained(checkpoint_path(name))
 
 
 @pytest.mark.parametrize("kind", KINDS)
