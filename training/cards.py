@@ -70,17 +70,10 @@ def write_card(folder: Path, model, summary: str, metrics: dict[str, float], tra
             metric_value=round(metrics[metric], 4),
         )
         results = [result]
-    chosen = "not evaluated"
-    if trainer.eval_dataset is not None:
-        evaluated = f"{(data and data.evaluated) or 'eval_dataset'} ({len(trainer.eval_dataset):,} images)"
-        chosen = f"chosen and measured on {evaluated}"
-        if data and data.tested:
-            chosen = f"chosen on {evaluated}, measured on {data.tested}"
-    step = f"step {trainer.kept_step} of {trainer.state.max_steps}"
     parameters = sum(each.numel() for each in model.parameters())
     paragraphs = [
         summary,
-        f"{parameters:,} parameters; {step}, {chosen}; seed {args.seed}.",
+        f"{parameters:,} parameters; {describe_step(trainer)}; seed {args.seed}.",
         NEEDS_CONTEXT_BROADCAST if isinstance(getattr(model.config, "context_broadcast", None), dict) else "",
     ]
     load, *others = code_examples(model)
@@ -102,6 +95,18 @@ def write_card(folder: Path, model, summary: str, metrics: dict[str, float], tra
     ).save(folder / "README.md")
 
 
+def describe_step(trainer) -> str:
+    """Describe the step that trained the saved weights, and the images that this step was chosen and measured on."""
+    data = trainer.data_args
+    chosen = "not evaluated"
+    if trainer.eval_dataset is not None:
+        evaluated = f"{(data and data.evaluated) or 'eval_dataset'} ({len(trainer.eval_dataset):,} images)"
+        chosen = f"chosen and measured on {evaluated}"
+        if data and data.tested:
+            chosen = f"chosen on {evaluated}, measured on {data.tested} ({len(trainer.test_dataset):,} images)"
+    return f"step {trainer.kept_step} of {trainer.state.max_steps}, {chosen}"
+
+
 def hub_ids(names: list[str] | None) -> list[str]:
     """Return the names that are hub ids of data sets or models, without revisions. Other names are left out."""
     ids = [SUBSET_OF if name == SUBSET else split_revision(name)[0] for name in names or ()]
@@ -110,7 +115,7 @@ def hub_ids(names: list[str] | None) -> list[str]:
 
 def name_images(data: DataArguments | None) -> str:
     """Return the hub ids of the training data sets for the card, or a description if there are no hub ids."""
-    return " ".join(hub_ids(data and data.dataset)) or "images that are on no hub"
+    return " ".join(hub_ids(data and data.dataset)) or "local images"
 
 
 def license_of(model: str | None) -> str | None:

@@ -292,7 +292,8 @@ class ImageClassificationTrainer(SharpnessAwareTrainer):
         metrics = super().run()
         notes = []
         steps = self.state.global_step
-        if 0 < steps < FEW_STEPS:
+        # More epochs are suggested only if the last epoch was the best.
+        if 0 < steps < FEW_STEPS and self.kept_step == steps:
             epochs = math.ceil(self.state.epoch * FEW_STEPS / steps)
             notes.append(f"{steps} steps are few to learn from; num_train_epochs {epochs} makes {FEW_STEPS}.")
         if "accuracy" in metrics:

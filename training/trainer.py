@@ -24,7 +24,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArgu
 from transformers.trainer import TRAINER_STATE_NAME
 
 from .arguments import ArgumentParser, DataArguments, ImageTrainingArguments
-from .cards import write_card
+from .cards import describe_step, write_card
 from .data import class_names
 from .files import apply_umask, check_output_outside_input
 from .scores import share_error
@@ -491,7 +491,8 @@ def run_command(parser: ArgumentParser, make_trainer: Callable, argv: list[str] 
     """Run a training's command: parse its arguments, train, and print the result."""
     trainer = make_trainer(*parser.parse(argv))
     trainer.run()
-    trainer.accelerator.print(f"{trainer.summary(trainer.metrics)}\nIt is in {trainer.args.output_dir}.")
+    trainer.accelerator.print(trainer.summary(trainer.metrics))
+    trainer.accelerator.print(f"Saved weights: {describe_step(trainer)}.\nIt is in {trainer.args.output_dir}.")
     return 0
 
 

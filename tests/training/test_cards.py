@@ -23,9 +23,11 @@ def test_published_files_name_nothing_of_this_machine(teacher, imported_once, tm
     # The best step is chosen on the validation images. The card reports this step's alignment on the test images.
     card, alignments = ModelCard.load(tmp_path / "out" / "README.md"), logged(own, "eval_alignment")
     [measured], step = logged(own, "test_alignment"), 1 + alignments.index(max(alignments))
-    assert f"step {step} of 2, chosen on validation (4 images), measured on test" in card.text
+    chosen = f"step {step} of 2, chosen on validation (4 images), measured on test (6 images)"
+    printed = capsys.readouterr().out
+    assert chosen in card.text and f"\nSaved weights: {chosen}.\n" in printed
     assert f"cosine with the teacher's embeddings {measured:.4f}." in card.text
-    assert f"embeddings {measured:.4f}." in capsys.readouterr().out
+    assert f"embeddings {measured:.4f}." in printed
     assert (card.data.license, card.data.eval_results, card.data.datasets) == ("mit", None, None)
     assert f"--teacher {teacher.name} --dataset path/to/images" in card.text and "--output_dir out" in card.text
     publish.main([str(tmp_path / "out"), "--output", str(tmp_path / "published")])
