@@ -95,9 +95,11 @@ def add_precision_argument(parser: argparse.ArgumentParser, default: str):
 
 
 def precision_arguments(arguments, precision: str | None = None) -> list[str]:
-    """Return a training's precision options. For bf16 on a CPU, Transformers needs `--use_cpu`."""
-    on_cpu = choose_device().type == "cpu"
-    return ["--bf16", "--use_cpu", str(on_cpu)] if (precision or arguments.mixed_precision) == "bf16" else []
+    """Return a training's precision options. Without `--bf16`, the speed of the machine decides in bootstrapping."""
+    if (precision or arguments.mixed_precision) == "no":
+        return ["--bf16", "False"]
+    # For bfloat16 on a CPU, Transformers needs `--use_cpu`.
+    return ["--bf16", "--use_cpu", str(choose_device().type == "cpu")]
 
 
 def parse_table(description: str, tables: Iterable[str], images: int, runs_dir: str) -> argparse.Namespace:

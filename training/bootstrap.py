@@ -158,7 +158,10 @@ class BootstrapArguments(ImageTrainingArguments):
     zoom_out: float = argument(1.0, "Place half of the images on a canvas with sides up to this many times theirs.")
     attn_implementation: str | None = argument(None, "The student's attention implementation. Default: eager on CPUs.")
     bf16: bool | None = argument(
-        None, "Compute in bfloat16. Default: on a CPU whose matrix products measure twice as fast in bfloat16."
+        None,
+        "Compute in bfloat16. Default: on a CPU whose matrix products measure twice as fast in bfloat16.",
+        nargs="?",
+        const=True,
     )
 
     expected = {
