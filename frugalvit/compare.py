@@ -60,9 +60,10 @@ PROG = "frugalvit compare"
 @dataclass(kw_only=True)
 class CompareOptions(SplitOptions, ReadingOptions, DeviceOptions):
     """Compare students with their teacher, and with the teacher on smaller images. The table has the accuracy of
-    classifiers, the cosine with the teacher's embedding, multiply-accumulates and images per second. Results are
-    written to compare.json and compare.md during the comparison, and to compare.png at the end. The same command
-    continues an interrupted comparison. Speeds are measured at the end, for all models in turn."""
+    classifiers, the share of the teacher's nearest images that a model finds ("neighbors, %"), the cosine with the
+    teacher's embedding, multiply-accumulates and images per second. Results are written to compare.json and compare.md
+    during the comparison, and to compare.png at the end. The same command continues an interrupted comparison. Speeds
+    are measured at the end, for all models in turn."""
 
     teacher: str = argument(help="Folder or hub id of a vision transformer.", positional=True)
     students: list[str] = argument([], "Folders or hub ids of SparseFormers or other models.", positional=True)
@@ -143,6 +144,8 @@ def choose_images(options: CompareOptions) -> tuple[datasets.Dataset, str, int]:
     chosen = sample(images, options.limit, seed=0)
     readable = readable_images(chosen, options.skip_corrupt, split)
     print(f"Comparing on {len(readable):,} images of {split}.", file=sys.stderr)
+    if len(readable) <= NEIGHBORS:
+        print(f"neighbors, % is left out: nearest neighbors need more than {NEIGHBORS} images.", file=sys.stderr)
     return readable, split, len(chosen) - len(readable)
 
 

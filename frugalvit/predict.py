@@ -85,6 +85,8 @@ def main(argv: list[str] | None = None) -> None:
         confidence=options.confidence,
         output_rois=bool(options.rois),
     )
+    # The configuration of an exported model has its number of tokens in the field `num_tokens`.
+    default_num_tokens = getattr(model.config, "default_num_tokens", getattr(model.config, "num_tokens", None))
     drawn = []
     captions = []
     results = []
@@ -99,7 +101,8 @@ def main(argv: list[str] | None = None) -> None:
             continue
         if options.json:
             labels = [{"label": label, "score": score} for label, score in prediction.labels]
-            results.append({"image": name, "labels": labels, "num_tokens": prediction.num_tokens})
+            num_tokens = prediction.num_tokens or default_num_tokens
+            results.append({"image": name, "labels": labels, "num_tokens": num_tokens})
         else:
             tqdm.write(format_prediction(name, prediction))
         if options.rois and len(drawn) < MAX_DRAWN:

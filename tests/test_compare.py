@@ -139,7 +139,7 @@ def test_errors_are_paired():
     assert found["accuracy_difference_error"] == pytest.approx((right - teacher).numpy().std(ddof=1) / 8**0.5)
 
 
-def test_images_without_a_split_and_models_without_speeds(tmp_path):
+def test_images_without_a_split_and_models_without_speeds(tmp_path, capsys):
     """Without `--split`, models are compared on held-back images. With `--no_speed`, the plot's x-axis shows MACs."""
     draw_classes(tmp_path / "images", 20, ("cat", "dog"))
     (tmp_path / "images" / "cat" / "broken.png").write_bytes(b"no image")
@@ -148,6 +148,7 @@ def test_images_without_a_split_and_models_without_speeds(tmp_path):
     content = json.loads((out / "compare.json").read_text())
     settings = content["settings"]
     assert (settings["split"], settings["images"]) == ("train, held back", 4)
+    assert "neighbors, % is left out: nearest neighbors need more than 10 images." in capsys.readouterr().err
     assert "images/s" not in (out / "compare.md").read_text() and (out / "compare.png").is_file()
     assert draw_comparison(content["rows"]).axes[0].get_xlabel().startswith("multiply-accumulates")
 
@@ -166,6 +167,13 @@ def test_neighbors_are_those_of_the_teacher(queries, monkeypatch):
 
 def test_a_pipe_does_not_end_a_cell():
     assert format_markdown([{"model": "a|b", "MACs": 1}]).splitlines()[-1] == "| a\\|b | 1 |"
+
+
+def test_a_student_is_no_teacher(tmp_path, capsys):
+    for student in (STUDENT, str(checkpoint_path("cifar10-sparseformer-clip"))):
+        assert run(student, VIT, "--split", SPLIT, "--output", tmp_path / "out") == 1
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert f"The first model is {student}, a student; expected its teacher, a plain vision" in error
 
 
 def test_unknown_classes_are_refused(tmp_path, capsys):

@@ -135,7 +135,7 @@ def models(tmp_path_factory) -> Path:
     for part in (llava, make_processor(llava)):
         part.save_pretrained(folder / "llava")
     for number in range(20):
-        draw(folder / "path" / "to" / "images" / ("cat", "dog")[number % 2] / f"{number}.png", number)
+        draw(folder / "path" / "to" / "images" / ("cat", "dog")[number % 2] / f"{number}.jpg", number)
         part = ("train", "train", "train", "test")[number % 4]
         draw(folder / "photographs" / part / ("cat", "dog")[number // 4 % 2] / f"{number}.png", number)
     for part in ("training", "validation"):
@@ -151,7 +151,7 @@ def models(tmp_path_factory) -> Path:
 
 def write_questions(folder: Path):
     """Write captions in the format of Karpathy's splits, and questions in the format of ScienceQA."""
-    images = sorted((folder / "path" / "to" / "images").rglob("*.png"))[:4]
+    images = sorted((folder / "path" / "to" / "images").rglob("*.jpg"))[:4]
     captions = [
         {
             "filename": str(file.relative_to(folder / "path" / "to" / "images")),
