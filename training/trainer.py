@@ -492,7 +492,7 @@ def run_command(parser: ArgumentParser, make_trainer: Callable, argv: list[str] 
     trainer = make_trainer(*parser.parse(argv))
     trainer.run()
     trainer.accelerator.print(trainer.summary(trainer.metrics))
-    trainer.accelerator.print(f"Saved weights: {describe_step(trainer)}.\nIt is in {trainer.args.output_dir}.")
+    trainer.accelerator.print(f"Saved in {trainer.args.output_dir}: {describe_step(trainer)}.")
     return 0
 
 

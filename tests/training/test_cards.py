@@ -25,7 +25,7 @@ def test_published_files_name_nothing_of_this_machine(teacher, imported_once, tm
     [measured], step = logged(own, "test_alignment"), 1 + alignments.index(max(alignments))
     chosen = f"step {step} of 2, chosen on validation (4 images), measured on test (6 images)"
     printed = capsys.readouterr().out
-    assert chosen in card.text and f"\nSaved weights: {chosen}.\n" in printed
+    assert chosen in card.text and f"\nSaved in {tmp_path / 'out'}: {chosen}.\n" in printed
     assert f"cosine with the teacher's embeddings {measured:.4f}." in card.text
     assert f"embeddings {measured:.4f}." in printed
     assert (card.data.license, card.data.eval_results, card.data.datasets) == ("mit", None, None)
