@@ -21,6 +21,10 @@ SHARING = {
     "onnx": "Threads may share `program`: `run` keeps the inputs and outputs of each call apart. A process opens a "
     "session of its own; a session cannot be pickled.",
 }
+PACKAGES = {
+    "openvino": "It needs `pip install openvino pillow numpy`, but neither PyTorch nor frugalvit.",
+    "onnx": "It needs `pip install onnxruntime pillow numpy`, but neither PyTorch nor frugalvit.",
+}
 PIPELINE = """import {{ pipeline }} from "@huggingface/transformers";
 
 const run = await pipeline("{}", "path/or/id");
@@ -52,11 +56,14 @@ def write_card(folder: Path, model: PreTrainedModel, image_format: ImageFormat, 
         about += f"It computes with {report['num_tokens']} latent tokens. "
     if report["calibration_images"]:
         about += f"Ranges of activations were calibrated on {report['calibration_images']} images. "
+    logits = ""
+    if prints_label(report) and model.config.problem_type != "regression":
+        logits = " The code prints the largest logit and its label; `frugalvit.Classifier` returns probabilities."
     warning = f"**It differs too much from the original**: {'; '.join(report['shortcomings'])}."
     make_card(
         model,
         f"{Path(base).name}, {report['format']}, {report['precision']}",
-        f"{about}These lines need neither PyTorch nor frugalvit:",
+        f"{about}Run this code in the exported folder. {PACKAGES[report['format']]}{logits}",
         f"```python\n{example(image_format, report)}\n```",
         SHARING[report["format"]],
         f"In node and browsers:\n\n```js\n{PIPELINE.format(task)}\n```" if is_onnx else "",
@@ -74,10 +81,15 @@ def write_card(folder: Path, model: PreTrainedModel, image_format: ImageFormat, 
     ).save(folder / "README.md")
 
 
+def prints_label(report: dict) -> bool:
+    outputs = next(iter(report["parts"].values()))["outputs"]
+    return outputs[0] == "logits" and not report["architecture"].endswith("SemanticSegmentation")
+
+
 def example(image_format: ImageFormat, report: dict) -> str:
     """Return Python code that runs the program on an image and prints a label or the shapes of the outputs."""
     height, width = image_format.size
-    part, about = next(iter(report["parts"].items()))
+    part = next(iter(report["parts"]))
     program = program_file(report["format"], report["precision"], part)
     mean = tuple(round(value, 6) for value in image_format.mean)
     std = tuple(round(value, 6) for value in image_format.std)
@@ -97,7 +109,7 @@ outputs = program.create_infer_request().infer({inputs}).to_tuple()"""
         run = f"""program = onnxruntime.InferenceSession("{program}")
 outputs = program.run(None, {inputs})"""
     show = "print(*(output.shape for output in outputs))"
-    if about["outputs"][0] == "logits" and not report["architecture"].endswith("SemanticSegmentation"):
+    if prints_label(report):
         # For a regression, this code prints the predicted number.
         show = """labels = json.load(open("config.json"))["id2label"].values()
 print(max(zip(outputs[0][0].tolist(), labels)))"""
@@ -105,10 +117,10 @@ print(max(zip(outputs[0][0].tolist(), labels)))"""
 
 import numpy as np
 import {"openvino" if report["format"] == "openvino" else "onnxruntime"}
-from PIL import Image
+from PIL import Image, ImageOps
 
 
-image = Image.open("photo.jpg").convert("RGB")
+image = ImageOps.exif_transpose(Image.open("photo.jpg")).convert("RGB")
 {crop}image = image.resize(({width}, {height}), Image.Resampling.{Resampling(image_format.resample).name}{box})
 pixels = (np.asarray(image, np.float32) / 255 - np.float32({mean})) / np.float32({std})
 pixel_values = pixels.transpose(2, 0, 1)[None]
