@@ -284,7 +284,7 @@ class SparseFormerBaseConfig(BackboneConfigMixin, VisionConfig):
         if type(num_tokens) is not int or not 1 <= num_tokens <= self.num_latent_tokens:
             raise ValueError(
                 f"`num_tokens` is {num_tokens!r}, expected 1 to {self.num_latent_tokens}, the number of latent tokens "
-                "of this model. `resize_tokens` adds more, which then have to be trained."
+                "of this model (without [CLS]). `resize_tokens` adds more, which then have to be trained."
             )
 
     @property
