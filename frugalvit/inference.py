@@ -12,7 +12,7 @@ from torch import nn
 from torchvision.transforms.v2.functional import to_pil_image
 
 from .evaluation.embeddings import EMBEDDINGS, image_embedder, image_maker
-from .exported import is_exported, load_classifier, load_exported
+from .exported import ExportedModule, is_exported, load_classifier, load_exported
 from .modeling.layers import class_scores
 from .modeling.packing import pack_linear_layers
 from .reading import read_ahead, stack_pixels
@@ -23,6 +23,17 @@ from .training.scores import check_scores
 from .training.text import first_line
 
 
+def without_choice(model: nn.Module, num_tokens: int) -> ValueError:
+    """Return the error for a model whose number of tokens cannot be chosen."""
+    problem = f"a {type(model).__name__} has no choice of tokens."
+    if isinstance(model, ExportedModule) and model.report["num_tokens"] is not None:
+        problem = (
+            f"this exported model always computes with {model.report['num_tokens']} tokens. Leave out `num_tokens`, "
+            f"or export the model again with --num_tokens {num_tokens}."
+        )
+    return ValueError(f"`num_tokens` is {num_tokens}; {problem}")
+
+
 def choose_tokens(model: nn.Module, num_tokens: int | None, confidence: float | None):
     """Set a model's number of tokens to `num_tokens`, if given. Check that the model supports `confidence`, if given.
 
@@ -31,7 +42,7 @@ def choose_tokens(model: nn.Module, num_tokens: int | None, confidence: float | 
     """
     if num_tokens is not None:
         if not hasattr(model, "set_num_tokens"):
-            raise ValueError(f"num_tokens is for SparseFormers; got a {type(model).__name__}.")
+            raise without_choice(model, num_tokens)
         model.set_num_tokens(num_tokens)
     if confidence is not None and not hasattr(model, "classify_adaptively"):
         raise ValueError(f"confidence is for SparseFormers that classify; got a {type(model).__name__}.")
@@ -50,7 +61,8 @@ def as_record(image: object) -> Path | Mapping | Image.Image:
     if isinstance(image, Image.Image | Mapping):
         return image
     kind = f"{image.dtype} array" if hasattr(image, "dtype") else type(image).__name__
-    raise ValueError(f"a {kind}, expected a path, bytes, a PIL image or a uint8 array")
+    article = "an" if kind[0] in "aeio" else "a"
+    raise ValueError(f"{article} {kind}, expected a path, bytes, a PIL image or a uint8 array")
 
 
 class _Application:
@@ -92,7 +104,7 @@ class _Application:
             configs = (getattr(part, "config", None) for part in model.modules())
             config = next((config for config in configs if hasattr(config, "require_num_tokens")), None)
             if config is None:
-                raise ValueError(f"`num_tokens` is {num_tokens}; a {type(model).__name__} has no choice of tokens.")
+                raise without_choice(model, num_tokens)
             config.require_num_tokens(num_tokens)
         self.model = model
         self.image_processor = image_processor

@@ -281,6 +281,15 @@ def test_code_of_the_card_needs_only_the_runtime(arguments, write, tmp_path):
     assert printed[2] == model.config.id2label[logits.index(max(logits))]
 
 
+def test_an_exported_model_has_one_number_of_tokens(write, capsys):
+    output = write(*ONNX)
+    message = "`num_tokens` is 9; this exported model always computes with 4 tokens. Leave out `num_tokens`, or export"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        frugalvit.Classifier(output, num_tokens=9)
+    assert main(["predict", str(DOG), "--model", str(output), "--num_tokens", "9"]) == 1
+    assert message in capsys.readouterr().err
+
+
 def npm_file(package: str) -> Path:
     """Return the main file of an npm package. Skip the test if node or the package is missing."""
     if shutil.which("node"):

@@ -111,7 +111,7 @@ def test_errors_belong_to_their_image(images, tmp_path):
     embed = frugalvit.Embedder("cifar10-sparseformer", return_errors=True, device="cpu")
     found = list(embed(given))
     assert [isinstance(each, CorruptImageError) for each in found] == [False, True, True, False, True, True, True]
-    assert "Image 5 cannot be read (a int, expected" in str(found[5]) and "a float64 array" in str(found[6])
+    assert "Image 5 cannot be read (an int, expected" in str(found[5]) and "a float64 array" in str(found[6])
     assert "Image 1 '" in str(found[1]) and "broken.jpg' cannot be read" in str(found[1])
     assert np.allclose([found[0], found[3]], list(embed(images[:2])), atol=1e-4)
     strict = frugalvit.Embedder("cifar10-sparseformer", batch_size=1, device="cpu")(given)
