@@ -326,7 +326,7 @@ class AlignLlavaTrainer(ImageTrainer):
         )
         if "agreement" not in metrics:
             return f"{text}, not evaluated."
-        return f"{text}: {metrics['agreement']:.2%} of the answers' tokens are right."
+        return f"{text}: {metrics['agreement']:.2%} of the answers' tokens agree with the original's."
 
 
 def make_parser() -> ArgumentParser:

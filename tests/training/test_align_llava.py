@@ -77,7 +77,7 @@ def test_the_projector_alone_learns_to_give_the_same_answers(make, options, tmp_
     assert changed(model, original) == {name for name in original.state_dict() if "projector" in name}
     card = ModelCard.load(out / "README.md")
     assert f"{kind} with 7 tokens an image, those of tower; the projector learned from answers" in card.text
-    assert f"{max(agreements):.2%} of the answers' tokens are right" in card.text
+    assert f"{max(agreements):.2%} of the answers' tokens agree with the original's" in card.text
     assert str(tmp_path) not in card.text and f"\n{model.num_parameters():,} parameters" in card.text
     checkpoint, *_ = out.glob("checkpoint-*")
     assert all("projector" in name for name in load_file(checkpoint / "model.safetensors"))
