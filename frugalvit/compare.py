@@ -74,7 +74,7 @@ class CompareOptions(SplitOptions, ReadingOptions, DeviceOptions):
         "where a data set has neither.",
     )
     limit: int | None = argument(None, "Number of test images, chosen at random.")
-    speed: bool = argument(True, "Measure no speeds, which take most of the time.")
+    speed: bool = argument(True, "Measure speeds, which takes most of the time.")
     rounds: int = argument(10, "Timed passes of each model.")
     batch_size: int = argument(64, "Images of a batch, except for speeds.")
 

@@ -91,6 +91,8 @@ def test_options_have_one_spelling_and_others_are_refused(command, capsys):
     help = capsys.readouterr().out
     assert stop.value.code == 0 and help.startswith(f"usage: frugalvit {' '.join(command)} ")
     assert not [option for option in re.findall(r"(?<![\w-])--[\w-]+", help) if "-" in option[2:]]
+    # `--no_code` of publish turns off no other option.
+    assert len(re.findall(r"^  --no_(?!code)", help, re.MULTILINE)) == help.count("Turn off: ")
     with pytest.raises(SystemExit) as stop:
         cli.main([*command, "--no-such-option"])
     error = capsys.readouterr().err

@@ -154,6 +154,9 @@ class ArgumentParser(HfArgumentParser):
 
     def add_argument(self, *names: str, **settings):
         text = settings.get("help") or ""
+        if settings.get("action") == "store_false" and text != argparse.SUPPRESS:
+            # `HfArgumentParser` gives `--no_…` the help text of the option that `--no_…` turns off.
+            text = settings["help"] = f"Turn off: {text}"
         default = settings.get("default")
         is_empty = default is False or default in (None, "", [], argparse.SUPPRESS)
         if not is_empty and "default" not in text.lower() and text != argparse.SUPPRESS:
