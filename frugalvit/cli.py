@@ -28,7 +28,6 @@ COMMANDS = {
     "evaluate": ("frugalvit.evaluate", "measure accuracy, features, segmentation, zero-shot, retrieval, ScienceQA"),
     "export": ("frugalvit.export", "write a model for OpenVINO, ONNX Runtime or a browser, and compare both"),
     "publish": ("frugalvit.publish", "check a model and upload it to the hub, in half the bytes"),
-    "demo": ("frugalvit.demo", "serve a page that shows labels and where tokens look"),
 }
 
 

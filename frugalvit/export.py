@@ -55,7 +55,7 @@ PLAIN = "transformers"
 class ExportOptions(OutputOptions, SplitOptions, TokenOptions):
     """Write a folder with a model for another runtime, and compare this model's outputs with the original's. The
     folder has programs, preprocessing, labels, and a card with code that runs the model without PyTorch and frugalvit.
-    The commands predict, evaluate and demo can load the folder. With --format transformers, a student is written as a
+    The commands predict and evaluate can load the folder. With --format transformers, a student is written as a
     model of its teacher's class. The student must have been trained with --focusing inherited."""
 
     model: str = argument(help="Model folder or hub id (@revision, too).")

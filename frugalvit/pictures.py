@@ -29,7 +29,6 @@ def draw_rois(
     sampling_points: Sequence[torch.Tensor] = (),
     *,
     captions: Sequence[str] | None = None,
-    all_steps: bool = False,
 ) -> Figure:
     """Draw the RoIs and sampling points of tokens (figure 3 of the bootstrapping paper).
 
@@ -45,13 +44,11 @@ def draw_rois(
         sampling_points (sequence of `torch.Tensor` of shape `(images, tokens, points, 2)`, *optional*):
             Sampling points, which the model returns with the RoIs.
         captions (sequence of `str`, *optional*): Captions of the rows.
-        all_steps (`bool`, *optional*, defaults to `False`):
-            Draw the RoIs of all steps (figures 1 and 2 of the supplement).
     """
     images = [_to_numpy(image).clip(0, 1).transpose(1, 2, 0).repeat(3 // len(image), axis=2) for image in images]
     steps = [_to_numpy(step) for step in rois]
     points = _to_numpy(sampling_points[-1]) if len(sampling_points) else None
-    shown = range(len(steps)) if all_steps or len(steps) <= 3 else (0, 2, len(steps) - 1)
+    shown = range(len(steps)) if len(steps) <= 3 else (0, 2, len(steps) - 1)
     headings = ["Input", *(f"Token RoIs, step {step + 1}" for step in shown)]
     if points is not None:
         headings.append("Last sampling points")

@@ -240,14 +240,12 @@ def predict_pixels(
     return predictions
 
 
-def draw_predictions(
-    predictions: Sequence[Prediction], captions: Sequence[str] | None = None, all_steps: bool = False
-):
-    """Draw the RoIs of predictions made with `output_rois=True`. See `draw_rois` for the other arguments."""
+def draw_predictions(predictions: Sequence[Prediction], captions: Sequence[str] | None = None):
+    """Draw the RoIs of predictions made with `output_rois=True`. See `draw_rois` for `captions`."""
     rois = [torch.stack(step) for step in zip(*(prediction.rois for prediction in predictions), strict=True)]
     points = [torch.stack(step) for step in zip(*(each.sampling_points[-1:] for each in predictions), strict=True)]
     views = [prediction.view for prediction in predictions]
-    return draw_rois(views, rois, points, captions=captions, all_steps=all_steps)
+    return draw_rois(views, rois, points, captions=captions)
 
 
 def format_labels(prediction: Prediction, count: int | None = None) -> str:

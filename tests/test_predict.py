@@ -12,7 +12,6 @@ from transformers import ViTImageProcessor, pipeline
 from drawn import noise
 from frugalvit import Classifier
 from frugalvit.cli import main
-from frugalvit.demo import look
 from frugalvit.predict import find_images, format_labels, format_prediction, predict
 from frugalvit.training.files import shipped_images
 from frugalvit.training.loading import load_model
@@ -158,10 +157,7 @@ def test_scores_are_those_of_transformers_pipeline(problem_type, num_labels, ima
     assert dict(prediction.labels) == pytest.approx(expected, rel=1e-4)
     (scores,) = Classifier(model, processor)([image])
     assert scores == pytest.approx([expected[name] for name in model.config.id2label.values()], rel=1e-4)
-    shown, _ = look(model, processor, image)
     if problem_type == "regression":
         label, score = prediction.labels[0]
         assert f"{score:8.5g}  {label}" in format_prediction("a.png", prediction)
-        assert shown == format_labels(prediction) and shown.startswith(f"{label} {score:.5g}")
-    else:
-        assert shown == pytest.approx(expected, rel=1e-4)
+        assert format_labels(prediction).startswith(f"{label} {score:.5g}")

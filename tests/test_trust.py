@@ -90,7 +90,6 @@ def data(tmp_path):
         "evaluate segmentation --model {model} --dataset {data} --split val",
         "evaluate zero-shot --model {model} --limit 2",
         "publish {model} --dry-run",
-        "demo {model}",
     ],
     ids=lambda command: " ".join(word for word in command.split()[:3] if word[0] not in "{-"),
 )

@@ -60,15 +60,6 @@ def open_record(record: Mapping | Image.Image | Path) -> Image.Image:
     return Image.open(io.BytesIO(encoded), formats=FORMATS)
 
 
-def read_image(file: str | Path | io.BytesIO, max_pixels: int | None = None) -> Image.Image:
-    """Read an image file as upright RGB. Raise a ValueError if the image has more than `max_pixels` pixels."""
-    with Image.open(file, formats=FORMATS) as image:
-        if max_pixels and image.width * image.height > max_pixels:
-            size = f"{image.width:,} x {image.height:,}"
-            raise ValueError(f"It has {size} pixels, expected at most {max_pixels / 1e6:g} million.")
-        return to_rgb(image)
-
-
 def to_rgb(image: Image.Image) -> Image.Image:
     """Convert an image of any mode to upright 8-bit RGB, with transparent parts on white.
 

@@ -70,7 +70,7 @@ def web_server(command: list[str], home: Path, environment: dict[str, str]):
             address = None
             while not address and (line := process.stdout.readline()):
                 output.append(line)
-                address = re.search(r"(?:[Rr]unning|Serving HTTP) on .*?(http://[^\s)]+)", line)
+                address = re.search(r"(?:running|Serving HTTP) on .*?(http://[^\s)]+)", line)
             assert address, "".join(output)
             yield address[1]
         finally:

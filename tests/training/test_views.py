@@ -7,6 +7,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch.utils.data import DataLoader
 from trainings import Pairs, assert_equal
 
@@ -14,7 +15,7 @@ from drawn import draw, draw_classes
 from frugalvit.modeling.image_format import ImageFormat
 from frugalvit.training.augmentation import VIEW, EvalView, seeded
 from frugalvit.training.data import class_names, load_images
-from frugalvit.training.decoding import CorruptImageError, decode_image, read_image
+from frugalvit.training.decoding import CorruptImageError, decode_image
 from frugalvit.training.train import SmallDataView
 from frugalvit.training.views import StreamedViews, Views, as_images, collate, mixing
 
@@ -53,7 +54,7 @@ def darken(record):
 )
 def test_formats_of_data_sets_are_left_out_or_refused(change, message, tmp_path):
     draw(tmp_path, 2)
-    pictures = [read_image(tmp_path / f"{index}.png") for index in range(2)]
+    pictures = [Image.open(tmp_path / f"{index}.png").convert("RGB") for index in range(2)]
     features = datasets.Features({"picture": datasets.Image(), "kind": datasets.ClassLabel(names=["cat", "dog"])})
     images = change(datasets.Dataset.from_dict({"picture": pictures, "kind": [0, 1]}, features))
     if message:
@@ -73,7 +74,7 @@ def test_images_may_have_any_form(kind, tmp_path):
     draw_classes(tmp_path / "classes", 5)
     draw(tmp_path / "flat", 10)
     paths = [str(tmp_path / "flat" / f"{index}.png") for index in range(10)]
-    pictures = [read_image(path) for path in paths]
+    pictures = [Image.open(path).convert("RGB") for path in paths]
     features = datasets.Features({"picture": datasets.Image(), "kind": datasets.ClassLabel(names=["cat", "dog"])})
     table = datasets.Dataset.from_dict({"picture": pictures, "kind": [i % 2 for i in range(10)]}, features)
     given = {
