@@ -36,7 +36,7 @@ from frugalvit import BootstrappedViTForImageClassification
 from frugalvit.training import joint, train
 from frugalvit.training.arguments import run_as_program
 from frugalvit.training.data import class_names, load_images
-from frugalvit.training.decoding import decode_image
+from frugalvit.training.preprocessing import decode_image
 from shared import budget_settings, last_accuracies, parse_table, run_row, spread, wanted_rows, write_table
 
 

@@ -35,9 +35,9 @@ from frugalvit.pictures import save_figure
 from frugalvit.training import joint, train
 from frugalvit.training.choices import INITIALIZATIONS, SUBSET
 from frugalvit.training.data import load_images
-from frugalvit.training.decoding import decode_image
 from frugalvit.training.loading import load_model
 from frugalvit.training.models import build_model
+from frugalvit.training.preprocessing import decode_image
 from shared import add_results_argument, make_parser, print_rows, write_table
 
 

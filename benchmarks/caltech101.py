@@ -53,10 +53,10 @@ from frugalvit.pictures import save_figure
 from frugalvit.training import bootstrap, train
 from frugalvit.training.augmentation import EvalView, seeded
 from frugalvit.training.data import class_names, label_numbers, load_images, sample
-from frugalvit.training.decoding import decode_image
 from frugalvit.training.files import atomic_file
 from frugalvit.training.loading import choose_device, load_model
 from frugalvit.training.precision import choose_mixed_precision
+from frugalvit.training.preprocessing import decode_image
 from linear_probe import fit_probe
 from token_merging import SEARCH_RATE, MergedViT, baseline, diffrate, merging, tome, tune, with_random_patches
 

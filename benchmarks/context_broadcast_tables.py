@@ -42,8 +42,8 @@ from frugalvit.speed import images_per_second
 from frugalvit.training import train
 from frugalvit.training.arguments import run_as_program
 from frugalvit.training.choices import CONTEXT_BROADCASTS
-from frugalvit.training.decoding import decode_image
 from frugalvit.training.loading import load_model
+from frugalvit.training.preprocessing import decode_image
 from local_vit import LocalViTConfig
 
 

@@ -46,9 +46,9 @@ from frugalvit.modeling.hosts.running import compute_feature_maps, normalize
 from frugalvit.modeling.image_format import ImageFormat
 from frugalvit.pictures import save_figure
 from frugalvit.speed import images_per_second
-from frugalvit.training.decoding import decode_image
 from frugalvit.training.loading import choose_device, load_model
 from frugalvit.training.masks import MaskReader, load_masked_images
+from frugalvit.training.preprocessing import decode_image
 from linear_probe import LinearProbe
 from shared import add_precision_argument, add_run_arguments, folder_name, make_parser, spread, write_table
 from token_merging import PooledViT, RandomPatches, tome

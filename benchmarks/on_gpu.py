@@ -30,8 +30,8 @@ from frugalvit.modeling.hosts import read_anatomy
 from frugalvit.speed import images_per_second
 from frugalvit.training.choices import PLACEMENTS, SUBSET
 from frugalvit.training.data import load_images
-from frugalvit.training.decoding import decode_image
 from frugalvit.training.loading import choose_device, load_model
+from frugalvit.training.preprocessing import decode_image
 from frugalvit.training.text import first_line
 from sparseformer_speed import SIZES, check_same_logits, load_reference
 from token_merging import tome

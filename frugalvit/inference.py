@@ -16,9 +16,8 @@ from .exported import ExportedModule, is_exported, load_classifier, load_exporte
 from .modeling.layers import class_scores
 from .modeling.packing import pack_linear_layers
 from .reading import read_ahead, stack_pixels
-from .training.decoding import CorruptImageError, open_record, to_rgb
 from .training.loading import load_model, load_processor
-from .training.preprocessing import prepare_images, size_made_by
+from .training.preprocessing import CorruptImageError, decode_image, prepare_images, size_made_by
 from .training.scores import check_scores
 from .training.text import first_line
 
@@ -51,7 +50,7 @@ def choose_tokens(model: nn.Module, num_tokens: int | None, confidence: float | 
 
 
 def as_record(image: object) -> Path | Mapping | Image.Image:
-    """Convert an image of a supported type to an argument of `open_record`. Raise a ValueError for other types."""
+    """Convert an image of a supported type to an argument of `decode_image`. Raise a ValueError for other types."""
     if isinstance(image, str | os.PathLike):
         return Path(image)
     if isinstance(image, bytes):
@@ -140,8 +139,7 @@ class _Application:
     def _read(self, item: tuple[int, object]) -> torch.Tensor | CorruptImageError:
         index, image = item
         try:
-            with open_record(as_record(image)) as opened:
-                return prepare_images(self.prepare, [to_rgb(opened)])[0]
+            return prepare_images(self.prepare, [decode_image(as_record(image))])[0]
         # For a broken file, decoders raise errors of any type.
         except Exception as error:
             name = f" {str(image)!r}" if isinstance(image, str | os.PathLike) else ""

@@ -25,8 +25,14 @@ from .pictures import check_picture_path, draw_rois, save_figure
 from .reading import read_ahead, stack_pixels
 from .training.arguments import POSITIVE
 from .training.data import METADATA_FILES, NOT_READ, files_within, find_column, kind_of, leave_out
-from .training.decoding import IMAGE_ENDINGS, UNREAD_ENDINGS, CorruptImageError, open_record, to_rgb
-from .training.preprocessing import prepare_images, restore_images
+from .training.preprocessing import (
+    IMAGE_ENDINGS,
+    UNREAD_ENDINGS,
+    CorruptImageError,
+    decode_image,
+    prepare_images,
+    restore_images,
+)
 from .training.scores import check_scores
 from .training.text import first_line, printable
 
@@ -166,8 +172,7 @@ def predict_files(
     def read(image: tuple[str, Path | dict]) -> torch.Tensor | CorruptImageError:
         name, source = image
         try:
-            with open_record(source) as opened:
-                return prepare_images(image_processor, [to_rgb(opened)])[0]
+            return prepare_images(image_processor, [decode_image(source)])[0]
         # For a broken file, decoders raise errors of any type.
         except Exception as error:
             return CorruptImageError(first_line(error))

@@ -12,10 +12,10 @@ from .predict import draw_predictions, format_labels, predict
 from .training.bootstrap import bootstrap
 from .training.choices import NO_EVALUATION
 from .training.data import load_images
-from .training.decoding import decode_image
 from .training.files import checkpoint_path, only_in_a_clone, shipped_checkpoints, shipped_images, write_json
 from .training.loading import choose_device, load_model
 from .training.precision import choose_mixed_precision
+from .training.preprocessing import decode_image
 from .training.text import format_table
 from .versions import origin
 

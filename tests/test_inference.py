@@ -24,8 +24,7 @@ from frugalvit import (
 from frugalvit.reading import count_threads, read_ahead
 from frugalvit.training.choices import SUBSET
 from frugalvit.training.data import load_images
-from frugalvit.training.decoding import CorruptImageError, decode_image
-from frugalvit.training.preprocessing import prepare_images
+from frugalvit.training.preprocessing import CorruptImageError, decode_image, prepare_images
 
 
 MODEL = checkpoint_path("cifar10-sparseformer")

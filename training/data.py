@@ -25,8 +25,8 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 
 from .choices import SUBSET
-from .decoding import IMAGE_ENDINGS, UNREAD_ENDINGS, open_record, to_rgb
 from .files import read_text, shipped_images, split_revision
+from .preprocessing import IMAGE_ENDINGS, UNREAD_ENDINGS, decode_image, open_record
 from .text import first_line, printable, shortened
 
 
@@ -234,12 +234,11 @@ def readable_images(images, skip_corrupt: bool = False, name: str = "the data se
         record = images[index]
         for column in columns:
             try:
-                with open_record(record[column]) as image:
-                    if not headers_only:
-                        # The image is decoded, because decoding reads the whole file. To save time, `draft` makes the
-                        # decoder shrink a JPEG to an eighth of its size.
-                        image.draft(image.mode, (1, 1))
-                        to_rgb(image)
+                if headers_only:
+                    open_record(record[column]).close()
+                else:
+                    # The image is decoded, because decoding reads the whole file.
+                    decode_image(record[column], draft=True)
             # All exceptions are caught, because decoders raise errors of many types for broken files.
             except Exception as error:
                 path = isinstance(record[column], Mapping) and record[column].get("path")

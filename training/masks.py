@@ -16,8 +16,8 @@ from PIL import Image, ImageDraw, ImageOps
 
 from .choices import IGNORED
 from .data import SPLITS, SYSTEM_FOLDERS, files_within, kind_of, load_table, readable_images, split_names
-from .decoding import IMAGE_ENDINGS, CorruptImageError, is_image_file, open_record
 from .files import read_text
+from .preprocessing import IMAGE_ENDINGS, CorruptImageError, open_record
 from .splits import load_parts
 from .text import first_line, shortened
 
@@ -101,7 +101,9 @@ def _find_pairs(dataset: str | list[str]) -> dict[str, list[tuple[Path, Path]]]:
 
 
 def _pictures(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("*") if is_image_file(path) and path.is_file())
+    # Hidden files, such as macOS's `._x.jpg`, are left out.
+    files = (path for path in folder.glob("*") if path.is_file() and not path.name.startswith("."))
+    return sorted(path for path in files if path.suffix.lower() in IMAGE_ENDINGS)
 
 
 def _load_pairs(pairs: dict, split: str, class_names: list[str] | None) -> datasets.Dataset:

@@ -19,7 +19,7 @@ from transformers import TrainerCallback
 from ..modeling.image_format import ImageFormat
 from .augmentation import MIX, VIEW, seeded
 from .data import class_names, load_images
-from .decoding import CorruptImageError, decode_image
+from .preprocessing import CorruptImageError, decode_image
 from .splits import check_classes, check_same_classes, hold_back
 
 

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from ..inference import Embedder
 from ..training.data import label_numbers
-from ..training.decoding import CorruptImageError
+from ..training.preprocessing import CorruptImageError
 
 
 def extract_features(

@@ -12,8 +12,7 @@ from tqdm import tqdm
 
 from ..reading import read_ahead, stack_pixels
 from ..training.data import class_names, label_numbers, load_images, readable_images, split_names
-from ..training.decoding import CorruptImageError, decode_image
-from ..training.preprocessing import prepare_images
+from ..training.preprocessing import CorruptImageError, decode_image, prepare_images
 from ..training.splits import EVALUATION_SPLITS, HELD_BACK, hold_back, load_splits
 from ..training.text import shortened
 

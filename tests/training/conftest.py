@@ -6,7 +6,7 @@ import torch
 from transformers import ViTImageProcessor
 
 from frugalvit.training.data import load_images
-from frugalvit.training.decoding import decode_image
+from frugalvit.training.preprocessing import decode_image
 from tiny import make_vit
 
 

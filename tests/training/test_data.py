@@ -11,7 +11,7 @@ from drawn import encode, save
 from frugalvit.training.arguments import DataArguments
 from frugalvit.training.choices import SUBSET
 from frugalvit.training.data import class_names, load_images, sample, split_names
-from frugalvit.training.decoding import decode_image
+from frugalvit.training.preprocessing import decode_image
 from frugalvit.training.splits import load_splits
 
 

@@ -14,7 +14,7 @@ from drawn import draw, draw_classes, encode, save
 from frugalvit.evaluation.images import images_to_evaluate
 from frugalvit.training.arguments import DataArguments
 from frugalvit.training.data import class_names, load_images, split_names
-from frugalvit.training.decoding import decode_image
+from frugalvit.training.preprocessing import decode_image
 from frugalvit.training.splits import default_split, hold_back, load_splits
 
 

@@ -11,8 +11,8 @@ from PIL import Image
 
 from frugalvit.training import data
 from frugalvit.training.data import readable_images
-from frugalvit.training.decoding import CorruptImageError, decode_image
 from frugalvit.training.masks import MaskReader
+from frugalvit.training.preprocessing import CorruptImageError, decode_image
 
 
 GRADIENT = np.linspace(0, 255, 64).reshape(8, 8).round()
