@@ -26,9 +26,9 @@ from torch.utils.data import DataLoader
 from frugalvit import PatchSparseFormerForImageClassification, bootstrap, checkpoint_path
 from frugalvit.baselines import load_teacher
 from frugalvit.modeling.image_format import ImageFormat
+from frugalvit.training.bootstrap import bfloat16_is_fast
 from frugalvit.training.data import load_images
 from frugalvit.training.loading import choose_device
-from frugalvit.training.precision import bfloat16_is_fast
 from frugalvit.training.students import token_counts_to_train
 from shared import Views, add_results_argument, cropped, make_parser, write_table
 

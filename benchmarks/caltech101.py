@@ -45,18 +45,17 @@ from tqdm import tqdm
 import shared
 from frugalvit import checkpoint_path
 from frugalvit.baselines import LOWER_RESOLUTION, Baseline, WithTokens, load_students, load_teacher, load_teachers
-from frugalvit.compare import compare, describe_score, embed_all
+from frugalvit.compare import choose_mixed_precision, compare, describe_score, embed_all
 from frugalvit.evaluation.knn import neighbor_scores
 from frugalvit.macs import count_macs
 from frugalvit.modeling.image_format import ImageFormat
 from frugalvit.pictures import save_figure
 from frugalvit.training import bootstrap, train
-from frugalvit.training.augmentation import EvalView, seeded
 from frugalvit.training.data import class_names, label_numbers, load_images, sample
 from frugalvit.training.files import atomic_file
 from frugalvit.training.loading import choose_device, load_model
-from frugalvit.training.precision import choose_mixed_precision
 from frugalvit.training.preprocessing import decode_image
+from frugalvit.training.views import EvalView, seeded
 from linear_probe import fit_probe
 from token_merging import SEARCH_RATE, MergedViT, baseline, diffrate, merging, tome, tune, with_random_patches
 

@@ -65,11 +65,11 @@ from frugalvit.modeling.placement import ContentPlacement, choose_cells, cut_pat
 from frugalvit.pictures import save_figure
 from frugalvit.speed import images_per_second
 from frugalvit.training import bootstrap
-from frugalvit.training.augmentation import EvalView
 from frugalvit.training.data import class_names, load_images, sample
 from frugalvit.training.files import write_json
 from frugalvit.training.loading import choose_device, load_model
 from frugalvit.training.preprocessing import decode_image
+from frugalvit.training.views import EvalView
 from linear_probe import fit_probe
 from token_merging import as_timm, peer
 

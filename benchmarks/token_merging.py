@@ -46,11 +46,11 @@ from frugalvit.modeling.modeling_bootstrapped_vit import divergence
 from frugalvit.modeling.modeling_patch_sparseformer import PatchSparseFormerModel
 from frugalvit.speed import images_per_second
 from frugalvit.training import bootstrap
-from frugalvit.training.augmentation import EvalView
 from frugalvit.training.choices import SUBSET
 from frugalvit.training.data import load_images
 from frugalvit.training.files import atomic_file
 from frugalvit.training.loading import choose_device, load_model
+from frugalvit.training.views import EvalView
 
 
 # Names of the layers of an encoder block in frugalvit, and their names in timm.

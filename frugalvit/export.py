@@ -35,10 +35,11 @@ from .inference import choose_tokens
 from .modeling.hosts import read_anatomy
 from .modeling.image_format import ImageFormat
 from .training.arguments import POSITIVE
+from .training.cards import share_error
 from .training.data import class_names, load_images, sample, split_names
 from .training.files import atomic_directory, check_output_outside_input, write_json
 from .training.loading import load_processor, vision_config_of
-from .training.scores import check_scores, share_error
+from .training.scores import check_scores
 from .training.text import format_table
 from .version import __version__
 

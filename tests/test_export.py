@@ -27,9 +27,9 @@ from frugalvit.export_int8 import sensitive_layers
 from frugalvit.export_page import RUNTIME_FILES, check_page
 from frugalvit.exported import ExportedModule, load_classifier, parts_of
 from frugalvit.predict import predict
+from frugalvit.training.cards import share_error
 from frugalvit.training.choices import SUBSET
 from frugalvit.training.data import class_names, load_images
-from frugalvit.training.scores import share_error
 from tiny import randomize, word_tokenizer
 
 

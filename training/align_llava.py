@@ -29,12 +29,11 @@ from .arguments import (
     argument,
     run_as_program,
 )
-from .augmentation import CAPTION, BootstrapView, EvalView, seeded
 from .cards import strip_directory
 from .loading import SEQUENCE_VLMS, load_model
 from .splits import load_splits
 from .trainer import ImageTrainer, require_processor, run_command, start
-from .views import as_images
+from .views import CAPTION, BootstrapView, EvalView, as_images, seeded
 
 
 PROG = "frugalvit align-llava"

@@ -9,7 +9,10 @@ With `--student`, an existing student is trained further, for example with more 
 """
 
 import copy
+import functools
 import statistics
+import time
+import timeit
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,12 +35,10 @@ from .arguments import (
     argument,
     run_as_program,
 )
-from .augmentation import BootstrapView, EvalView
-from .cards import strip_directory
+from .cards import share_error, strip_directory
 from .data import class_names
 from .loading import load_model
 from .losses import AlignmentLoss, teacher_attention
-from .precision import bfloat16_is_fast, hold_teacher
 from .splits import check_classes, check_single_label, load_splits, match_classes
 from .students import (
     StudentArguments,
@@ -49,13 +50,16 @@ from .students import (
 )
 from .text import format_markdown
 from .trainer import ImageTrainer, require_processor, run_command, start
-from .views import Views, as_images, split_off
+from .views import BootstrapView, EvalView, Views, as_images, split_off
 
 
 PROG = "frugalvit bootstrap"
 # For a new focusing stage, the default preset is "small" for images of up to this size in pixels, and "paper" for
 # larger images.
 LARGEST_SMALL = 96
+# Training on a CPU uses bfloat16 only if matrix products in bfloat16 have a speedup of more than this factor over
+# float32. The speedup of all other operations is lower.
+WORTHWHILE = 2
 # Defaults of training arguments by preset. "paper" and "small" train a new focusing stage: "paper" for images of 224
 # pixels, "small" for images of 32 pixels. "small" has a higher learning rate than "paper", and a loss for each token.
 # "inherited" is for students with the teacher's patch embedding. The learning rate of inherited weights is low,
@@ -103,6 +107,26 @@ STUDENT_FIELDS = {
     },
     "inherited": {"truncate": 0.0},
 }
+
+
+@functools.cache
+def bfloat16_is_fast() -> bool:
+    """Measure whether the CPU multiplies bfloat16 matrices more than `WORTHWHILE` times as fast as float32 matrices.
+    The speed cannot be inferred from the CPU's instruction set."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    # A large product takes seconds if bfloat16 is emulated, so a small product is measured first.
+    for size, least in ((128, 0.5), (512, WORTHWHILE)):
+        seconds = {}
+        for dtype in (torch.float32, torch.bfloat16):
+            matrix = torch.ones(size, size, dtype=dtype)
+            products = timeit.repeat("matrix @ matrix", timer=time.thread_time, repeat=6, number=1, globals=locals())
+            seconds[dtype] = min(products)
+        is_fast = seconds[torch.float32] > least * seconds[torch.bfloat16]
+        if not is_fast:
+            break
+    torch.set_num_threads(threads)
+    return is_fast
 
 
 @dataclass
@@ -174,19 +198,16 @@ class BootstrapArguments(ImageTrainingArguments):
     }
 
     def __post_init__(self):
-        # None selects the preset's warm-up. `TrainingArguments` rejects None, so None is set after the checks of
-        # `TrainingArguments`.
-        follows_preset = self.warmup_steps is None
-        if follows_preset:
-            self.warmup_steps = 0
+        # `TrainingArguments` rejects None, which selects the preset's warm-up.
+        warmup_steps = self.warmup_steps
+        self.warmup_steps = warmup_steps or 0
         if self.bf16 is None:
             on_cpu = self.use_cpu or torch.accelerator.current_accelerator(check_available=True) is None
             self.bf16 = on_cpu and not (self.fp16 or self.deepspeed) and bfloat16_is_fast()
             # `TrainingArguments` allows bfloat16 on a CPU only with `use_cpu`.
             self.use_cpu = self.use_cpu or self.bf16
         super().__post_init__()
-        if follows_preset:
-            self.warmup_steps = None
+        self.warmup_steps = warmup_steps
 
 
 def resolve_arguments(args: BootstrapArguments, inherits_patches: bool, pixels: int, continued: bool):
@@ -305,7 +326,10 @@ class BootstrapTrainer(ImageTrainer):
         self.anatomy = teacher = read_anatomy(teacher.source.to(args.device), teacher.image_size)
         self.align = AlignmentLoss(model, teacher, args)
         if args.bf16:
-            hold_teacher(self.accelerator, teacher.source, teacher.classifier)
+            teacher.source.to(torch.bfloat16)
+            if teacher.classifier is not None:
+                # The classifier is also called on float32 embeddings.
+                teacher.classifier.float()
         model.to(args.device)
 
     def evaluation_views(self, images) -> Views:
@@ -406,8 +430,9 @@ class BootstrapTrainer(ImageTrainer):
             return f"{text}, not evaluated."
         text += f": mean cosine with the teacher's embeddings {metrics['alignment']:.4f}"
         if "accuracy" in metrics:
-            accuracy = self.format_share(metrics["accuracy"])
-            text += f"; accuracy {accuracy}, the teacher's is {metrics['teacher_accuracy']:.2%}"
+            error = share_error(metrics["accuracy"], len(self.test_dataset or self.eval_dataset))
+            text += f"; accuracy {metrics['accuracy']:.2%} ± {error:.2%}"
+            text += f", the teacher's is {metrics['teacher_accuracy']:.2%}"
         names = [name for name in ("accuracy", "alignment") if f"{name}_{counts[0]}" in metrics]
         rows = [{"num_tokens": count} | {name: metrics[f"{name}_{count}"] for name in names} for count in counts]
         return f"{text}.\n\n{format_markdown(rows)}" if len(counts) > 1 else f"{text}."

@@ -95,6 +95,12 @@ def write_card(folder: Path, model, summary: str, metrics: dict[str, float], tra
     ).save(folder / "README.md")
 
 
+def share_error(share: float, count: int) -> float:
+    """Return the standard error of a share of `count` images: half the width of the Wilson interval for one standard
+    deviation. The usual formula, sqrt(share * (1 - share) / count), would return 0 for shares of 0 and 1."""
+    return (share * (1 - share) / count + 1 / (4 * count**2)) ** 0.5 / (1 + 1 / count)
+
+
 def describe_step(trainer) -> str:
     """Describe the step that trained the saved weights, and the images that this step was chosen and measured on."""
     data = trainer.data_args

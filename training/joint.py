@@ -20,8 +20,7 @@ from ..modeling.hub import image_processor_config
 from ..modeling.image_format import ImageFormat
 from ..modeling.modeling_bootstrapped_vit import BootstrappedViTForImageClassification
 from .arguments import ArgumentParser, DataArguments, argument, check_fields, read_values, run_as_program
-from .augmentation import EvalView
-from .cards import name_images, write_card
+from .cards import name_images, share_error, write_card
 from .choices import INITIALIZATIONS, JOINT_VARIANTS, REFERENCE
 from .data import class_names
 from .metrics import TopKAccuracy
@@ -30,7 +29,7 @@ from .sharpness import SharpnessAwareTrainer
 from .splits import load_splits
 from .train import SmallDataArguments, SmallDataView
 from .trainer import run_command, start
-from .views import labeled_images
+from .views import EvalView, labeled_images
 
 
 PROG = "frugalvit joint"
@@ -164,8 +163,10 @@ class JointTrainer(SharpnessAwareTrainer):
     def summary(self, metrics: dict[str, float]) -> str:
         measured = ", not evaluated"
         if "accuracy" in metrics:
-            accuracies = [self.format_share(metrics[name]) for name in ("accuracy", "agent_accuracy")]
-            measured = f": accuracy {' and '.join(accuracies)}"
+            count = len(self.test_dataset or self.eval_dataset)
+            shares = [metrics[name] for name in ("accuracy", "agent_accuracy")]
+            measured = " and ".join(f"{share:.2%} ± {share_error(share, count):.2%}" for share in shares)
+            measured = f": accuracy {measured}"
         return f"A ViT and its agent CNN, trained together on {name_images(self.data_args)}{measured}."
 
     def run(self) -> dict[str, float]:

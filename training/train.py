@@ -19,18 +19,16 @@ from torchvision.transforms import InterpolationMode, v2
 from ..modeling.image_format import ImageFormat
 from ..modeling.modeling_bootstrapped_vit import divergence
 from .arguments import ArgumentParser, DataArguments, ImageTrainingArguments, argument, run_as_program
-from .augmentation import EvalView
-from .cards import name_images
+from .cards import name_images, share_error
 from .choices import CONTEXT_BROADCAST_POSITIONS, CONTEXT_BROADCASTS, INITIALIZATIONS, REFERENCE
 from .data import class_names
 from .loading import load_model
 from .metrics import accuracies
 from .models import build_model, learning_rate_factors
-from .precision import hold_teacher
 from .sharpness import SharpnessAwareTrainer
 from .splits import check_single_label, load_splits, match_classes
 from .trainer import require_processor, run_command, start
-from .views import labeled_images, mixing
+from .views import EvalView, labeled_images, mixing
 
 
 PROG = "frugalvit train"
@@ -246,7 +244,8 @@ class ImageClassificationTrainer(SharpnessAwareTrainer):
                 args.distill_from, "image-classification", args.device, args.trust_remote_code
             )
             check_single_label(self.teacher.config, "distill_from")
-            hold_teacher(self.accelerator, self.teacher)
+            if self.accelerator.mixed_precision == "bf16":
+                self.teacher.to(torch.bfloat16)
             self.teacher_format = ImageFormat.from_processor(processor)
             if (count := self.teacher.config.num_labels) != config.num_labels:
                 raise ValueError(
@@ -320,7 +319,8 @@ class ImageClassificationTrainer(SharpnessAwareTrainer):
         config = self.saved_model.config
         measured = ", not evaluated"
         if "accuracy" in metrics:
-            measured = f": accuracy {self.format_share(metrics['accuracy'])}"
+            error = share_error(metrics["accuracy"], len(self.test_dataset or self.eval_dataset))
+            measured = f": accuracy {metrics['accuracy']:.2%} ± {error:.2%}"
         architecture = getattr(config, "architecture", config.model_type)
         return f"A {architecture} classifier trained on {name_images(self.data_args)}{measured}."
 

@@ -27,7 +27,6 @@ from .arguments import ArgumentParser, DataArguments, ImageTrainingArguments
 from .cards import describe_step, write_card
 from .data import class_names
 from .files import apply_umask, check_output_outside_input
-from .scores import share_error
 from .splits import check_same_classes
 from .views import SetEpoch, StreamedViews, Views, as_images, collate
 
@@ -375,12 +374,6 @@ class ImageTrainer(Trainer):
             prefix = "eval_" if record["step"] <= self.kept_step and "eval_runtime" in record else "test_"
             found |= {name.removeprefix(prefix): record[name] for name in record if name.startswith(prefix)}
         return found
-
-    def format_share(self, share: float) -> str:
-        """Format a metric that is a share of the images, such as the accuracy, in percent. Add the standard error of
-        the share, which depends on the number of images."""
-        images = self.eval_dataset if self.test_dataset is None else self.test_dataset
-        return f"{share:.2%} ± {share_error(share, len(images)):.2%}"
 
 
 class SaveWhenInterrupted(TrainerCallback):

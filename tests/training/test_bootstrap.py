@@ -22,11 +22,10 @@ from frugalvit import (
 )
 from frugalvit.modeling.hosts import read_anatomy
 from frugalvit.modeling.image_format import ImageFormat
-from frugalvit.training.augmentation import EvalView
 from frugalvit.training.bootstrap import PRESETS, make_parser, make_trainer
 from frugalvit.training.data import load_images
 from frugalvit.training.students import token_counts_to_train
-from frugalvit.training.views import as_images
+from frugalvit.training.views import EvalView, as_images
 from tiny import make_vit
 
 

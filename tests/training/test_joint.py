@@ -11,6 +11,7 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification, Vi
 
 from frugalvit import AgentCNNForImageClassification, BootstrappedViTForImageClassification
 from frugalvit.training import joint
+from frugalvit.training.cards import share_error
 from frugalvit.training.data import load_images
 from runs import check_defaults, check_resumes, error_of
 from runs import make as make_trainer
@@ -71,7 +72,8 @@ def test_both_models_learn_and_load_alone(variant, tmp_path):
         assert f"{model.num_parameters():,} parameters" in card.text
     pair = AutoModelForImageClassification.from_pretrained(out)
     assert torch.equal(pair(**pixels).logits, pair.vit(**pixels).logits)
-    accuracies = f"accuracy {own.format_share(own.metrics['accuracy'])} and {own.format_share(accuracy)}"
+    errors = [share_error(own.metrics[name], 32) for name in ("accuracy", "agent_accuracy")]
+    accuracies = f"accuracy {own.metrics['accuracy']:.2%} ± {errors[0]:.2%} and {accuracy:.2%} ± {errors[1]:.2%}"
     assert accuracies in (out / "README.md").read_text("utf-8")
 
 

@@ -18,9 +18,9 @@ from drawn import noise
 from frugalvit.info import describe
 from frugalvit.modeling.hosts import read_anatomy
 from frugalvit.modeling.image_format import ImageFormat
-from frugalvit.training.augmentation import EvalView
 from frugalvit.training.loading import load_model
 from frugalvit.training.preprocessing import restore_images
+from frugalvit.training.views import EvalView
 from tiny import save_vit
 
 

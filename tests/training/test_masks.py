@@ -13,9 +13,9 @@ from PIL import Image
 from drawn import encode, scene
 from frugalvit.modeling.image_format import ImageFormat
 from frugalvit.training import segment
-from frugalvit.training.augmentation import seeded
 from frugalvit.training.masks import MaskReader, load_masked_images, load_masked_splits, masked_split_names
 from frugalvit.training.segment import MaskedDataArguments, SegmentationView
+from frugalvit.training.views import seeded
 
 
 def draw(path, size=(8, 6)):

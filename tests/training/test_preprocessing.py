@@ -8,8 +8,8 @@ from transformers import CLIPImageProcessor, ViTImageProcessor
 from transformers.models.timm_wrapper.image_processing_timm_wrapper import TimmWrapperImageProcessor
 
 from frugalvit.modeling.image_format import ImageFormat
-from frugalvit.training.augmentation import EvalView, seeded
 from frugalvit.training.preprocessing import LONGEST, prepare_images
+from frugalvit.training.views import EvalView, seeded
 
 
 SQUARE = {"height": 16, "width": 16}

@@ -17,9 +17,9 @@ from transformers import (
 )
 
 from frugalvit.training import models
+from frugalvit.training.cards import share_error
 from frugalvit.training.data import load_images
 from frugalvit.training.loading import load_model
-from frugalvit.training.scores import share_error
 from frugalvit.training.train import ImageClassificationArguments, ImageClassificationTrainer, ModelArguments
 from runs import check_defaults, check_resumes, error_of
 from runs import make as make_trainer

@@ -20,14 +20,13 @@ from frugalvit import BootstrapTrainer, ImageClassificationTrainer
 from frugalvit.modeling.image_format import ImageFormat
 from frugalvit.training.align_llava import AlignLlavaTrainer
 from frugalvit.training.arguments import ImageTrainingArguments
-from frugalvit.training.augmentation import EvalView
 from frugalvit.training.data import load_images
 from frugalvit.training.models import learning_rate_factors
 from frugalvit.training.segment import SegmentationTrainer
 from frugalvit.training.sharpness import SharpnessAwareTrainer
 from frugalvit.training.train import SmallDataArguments, SmallDataView
 from frugalvit.training.trainer import find_checkpoint, start
-from frugalvit.training.views import mixing
+from frugalvit.training.views import EvalView, mixing
 from tiny import make_vit
 
 

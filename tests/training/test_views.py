@@ -13,11 +13,10 @@ from trainings import Pairs, assert_equal
 
 from drawn import draw, draw_classes
 from frugalvit.modeling.image_format import ImageFormat
-from frugalvit.training.augmentation import VIEW, EvalView, seeded
 from frugalvit.training.data import class_names, load_images
 from frugalvit.training.preprocessing import CorruptImageError, decode_image
 from frugalvit.training.train import SmallDataView
-from frugalvit.training.views import StreamedViews, Views, as_images, collate, mixing
+from frugalvit.training.views import VIEW, EvalView, StreamedViews, Views, as_images, collate, mixing, seeded
 
 
 FORMAT = ImageFormat((8, 8))

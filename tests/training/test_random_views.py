@@ -10,8 +10,8 @@ from PIL import Image
 from torchvision.transforms import v2
 
 from frugalvit.modeling.image_format import ImageFormat
-from frugalvit.training.augmentation import BootstrapView, seeded
 from frugalvit.training.train import SmallDataView
+from frugalvit.training.views import BootstrapView, seeded
 
 
 ARGUMENTS = {"crop": "padded", "crop_padding": 4, "padding_mode": "reflect", "crop_size": None, "flip": 0.0}
