@@ -46,8 +46,13 @@ class ImageFormat:
         largest square size with at most `max_num_patches` patches.
 
         Raises:
-            ValueError: if `ImageFormat` cannot describe the preprocessing of the processor.
+            ValueError: if the processor is `None`, or if `ImageFormat` cannot describe its preprocessing.
         """
+        if processor is None:
+            raise ValueError(
+                "The image processor is None, expected that of the model or teacher: pass processing_class, for "
+                "example AutoImageProcessor.from_pretrained(…)."
+            )
         if (timm := getattr(processor, "data_config", None)) is not None:
             size = timm["input_size"][1:]
             mode = timm.get("crop_mode") or "center"

@@ -32,7 +32,7 @@ from .arguments import (
 from .cards import strip_directory
 from .loading import SEQUENCE_VLMS, load_model
 from .splits import load_splits
-from .trainer import ImageTrainer, require_processor, run_command, start
+from .trainer import ImageTrainer, run_command, start
 from .views import CAPTION, BootstrapView, EvalView, as_images, seeded
 
 
@@ -223,7 +223,7 @@ class AlignLlavaTrainer(ImageTrainer):
         base_model: str | None = None,
         **kwargs,
     ):
-        require_processor(processing_class)
+        teacher_format = ImageFormat.from_processor(getattr(processing_class, "image_processor", None))
         self.original = original.to(args.device)
         self.processor = processing_class
         self.prompt = args.prompt or (PALIGEMMA_PROMPT if isinstance(processing_class, PaliGemmaProcessor) else PROMPT)
@@ -239,7 +239,7 @@ class AlignLlavaTrainer(ImageTrainer):
             tower_format = ImageFormat.from_config(tower.config)
             processor.image_processor.image_mean = tower_format.mean
             processor.image_processor.image_std = tower_format.std
-        formats = [ImageFormat.from_processor(each.image_processor) for each in (processor, processing_class)]
+        formats = (ImageFormat.from_processor(processor.image_processor), teacher_format)
         # The prompt in the card has no final line break, because PaliGemma's processor adds the line break.
         token = processing_class.image_token
         image = token if self.prompt.endswith("\n") else f"{token}\n"

@@ -49,7 +49,7 @@ from .students import (
     token_counts_to_train,
 )
 from .text import format_markdown
-from .trainer import ImageTrainer, require_processor, run_command, start
+from .trainer import ImageTrainer, run_command, start
 from .views import BootstrapView, EvalView, Views, as_images, split_off
 
 
@@ -266,7 +266,6 @@ class BootstrapTrainer(ImageTrainer):
         base_model: str | None = None,
         **kwargs,
     ):
-        require_processor(processing_class)
         config = model.config
         teacher_format = ImageFormat.from_processor(processing_class)
         if config.image_mean is None:
@@ -470,7 +469,6 @@ def bootstrap(
     if isinstance(teacher, str | Path):
         options["teacher"] = str(teacher)
     else:
-        require_processor(processing_class)
         options["teacher"] = name_of(teacher)
         loaded = (teacher, processing_class)
     if num_tokens is not None:

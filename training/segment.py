@@ -45,7 +45,7 @@ from .metrics import SegmentationScores
 from .models import label_fields, learning_rate_factors, load_with_new_head, new_config, set_drop_path
 from .preprocessing import LONGEST
 from .scores import check_scores
-from .trainer import ImageTrainer, require_processor, run_command, start
+from .trainer import ImageTrainer, run_command, start
 from .views import PlainImages
 
 
@@ -221,7 +221,6 @@ class SegmentationTrainer(ImageTrainer):
     def __init__(
         self, model, args: SegmentationArguments, train_dataset, eval_dataset=None, processing_class=None, **kwargs
     ):
-        require_processor(processing_class)
         image_format = ImageFormat.from_processor(processing_class)
         self.num_labels = model.config.num_labels
         if self.num_labels < 2:

@@ -27,7 +27,7 @@ from .metrics import accuracies
 from .models import build_model, learning_rate_factors
 from .sharpness import SharpnessAwareTrainer
 from .splits import check_single_label, load_splits, match_classes
-from .trainer import require_processor, run_command, start
+from .trainer import run_command, start
 from .views import EvalView, labeled_images, mixing
 
 
@@ -214,14 +214,13 @@ class ImageClassificationTrainer(SharpnessAwareTrainer):
         processing_class=None,
         **kwargs,
     ):
-        require_processor(processing_class)
+        self.image_format = image_format = ImageFormat.from_processor(processing_class)
         config = model.config
         check_single_label(config, PROG)
         config.problem_type = "single_label_classification"
         parts = labeled_images(train_dataset, eval_dataset)
         train, evaluation, classes = match_classes(parts, config.id2label, learns_labels=True)
         args = resolve_arguments(args, config, train)
-        self.image_format = image_format = ImageFormat.from_processor(processing_class)
         super().__init__(
             model,
             args,

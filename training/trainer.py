@@ -22,6 +22,7 @@ import transformers
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments, set_seed
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import sort_checkpoints
 
 from .arguments import ArgumentParser, DataArguments, ImageTrainingArguments
 from .cards import describe_step, write_card
@@ -135,7 +136,6 @@ class ImageTrainer(Trainer):
         self.data_args = data_args
         self.usage = usage
         self.skip_corrupt = args.skip_corrupt
-        self.interruption = SaveWhenInterrupted()
         views_class = StreamedViews if isinstance(train_dataset, datasets.IterableDataset) else Views
         views = views_class(train_dataset, train_view, args.seed, args.skip_corrupt, classes)
         super().__init__(
@@ -150,13 +150,15 @@ class ImageTrainer(Trainer):
             train_dataset=views,
             eval_dataset=None if eval_dataset is None else self.evaluation_views(eval_dataset),
             compute_metrics=self.measure,
-            callbacks=[SetEpoch(views), self.interruption, *(callbacks or ())],
+            callbacks=[SetEpoch(views), LogBeforeSaving(), *(callbacks or ())],
             **kwargs,
         )
         # Losses are means over a batch, so `Trainer` must divide them by the number of gradient accumulation steps.
         self.model_accepts_loss_kwargs = False
-        # Number and start time of the first step in this process, to compute the images per second for the logs.
-        self.first_step = None
+        # Step and time of the last log, to compute the images per second since then.
+        self.last_log = None
+        # Training step that produced the saved weights.
+        self.kept_step = 0
         if hasattr(args, "attn_implementation") and (args.attn_implementation or args.device.type == "cpu"):
             # Eager attention is the default on CPUs, because fused attention has a slow backward pass there.
             model.set_attn_implementation(args.attn_implementation or "eager")
@@ -208,40 +210,50 @@ class ImageTrainer(Trainer):
             self.optimizer = optimizer_class(groups, **options)
         return self.optimizer
 
-    def training_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
-        self.first_step = self.first_step or (self.state.global_step, time.perf_counter())
-        return super().training_step(model, inputs, num_items_in_batch)
-
     def log(self, logs: dict[str, float], start_time: float | None = None):
-        """Add the images per second to the logs. Raise a ValueError if the loss is not finite."""
+        """Add the images per second since the last log. Raise a ValueError if the loss is not finite."""
         if not math.isfinite(logs.get("loss", logs.get("train_loss", 0))):
-            checkpoint, _ = find_checkpoint(self.args.output_dir)
+            checkpoints = sort_checkpoints(self.args.output_dir)
             raise ValueError(
                 f"The loss at step {self.state.global_step} is not finite, so training stopped. Lower learning_rate "
-                f"or warm up longer. {f'{checkpoint} is kept.' if checkpoint else 'There is no checkpoint yet.'}"
+                f"or warm up longer. {f'{checkpoints[-1]} is kept.' if checkpoints else 'There is no checkpoint yet.'}"
             )
-        if "loss" in logs and self.first_step:
-            step, time_then = self.first_step
-            images = (self.state.global_step - step) * self.get_total_train_batch_size(self.args)
-            logs["images_per_second"] = images / (time.perf_counter() - time_then)
+        if "loss" in logs:
+            step = self.state.global_step
+            now = time.perf_counter()
+            if self.last_log:
+                last_step, then = self.last_log
+                images = (step - last_step) * self.get_total_train_batch_size(self.args)
+                logs["images_per_second"] = images / (now - then)
+            self.last_log = (step, now)
         super().log(logs, start_time)
 
     def train(self, *args, **kwargs):
-        """Run `Trainer.train`. The first Ctrl-C saves a checkpoint and stops. The progress bar is closed even after an
-        error."""
-        self.first_step = None
+        """Run `Trainer.train`. The first Ctrl-C saves a checkpoint and ends the run. The progress bar is closed even
+        after an error."""
+        self.last_log = None
         handler = None
         # Ctrl-C is only handled in a run with one process. With several processes, Ctrl-C ends all of them at once.
         if self.args.world_size == 1 and threading.current_thread() is threading.main_thread():
-            handler = signal.signal(signal.SIGINT, self.interruption.note)
+            handler = signal.signal(signal.SIGINT, self.interrupt)
         try:
-            return super().train(*args, **kwargs)
+            result = super().train(*args, **kwargs)
         finally:
             if handler is not None:
                 signal.signal(signal.SIGINT, handler)
+            self.remove_callback(SaveAndStop)
             for callback in self.callback_handler.callbacks:
                 if bar := getattr(callback, "training_bar", None):
                     bar.close()
+        best = self.state.best_global_step if self.args.load_best_model_at_end else None
+        self.kept_step = best or self.state.global_step
+        return result
+
+    def interrupt(self, number: int, _):
+        """Handle the first Ctrl-C, see `signal.signal`. A second Ctrl-C ends the run immediately."""
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        self.add_callback(SaveAndStop)
+        print("\nFinishing and saving the current step. Press Ctrl-C again to stop at once.", file=sys.stderr)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False):
         """Save a complete repository: model, processor and card. For a checkpoint, save only the model."""
@@ -321,11 +333,17 @@ class ImageTrainer(Trainer):
         elif args.overwrite_output_dir:
             if args.should_save:
                 # Folders without the file `TRAINER_STATE_NAME` are kept, because other programs may have made them.
-                for path in list_checkpoints(folder):
-                    if (path / TRAINER_STATE_NAME).is_file():
-                        shutil.rmtree(path)
+                for file in folder.glob(f"checkpoint-*/{TRAINER_STATE_NAME}"):
+                    if re.fullmatch(r"checkpoint-\d+", file.parent.name):
+                        shutil.rmtree(file.parent)
         else:
-            checkpoint, damaged = find_checkpoint(folder)
+            damaged = []
+            for path in reversed(sort_checkpoints(folder)):
+                file = find_damaged_file(Path(path))
+                if file is None:
+                    checkpoint = path
+                    break
+                damaged.append(file)
             start = f"continues from {checkpoint}" if checkpoint else "starts anew"
             for file in damaged:
                 self.accelerator.print(f"{file} is missing or damaged, so training {start}.")
@@ -340,7 +358,7 @@ class ImageTrainer(Trainer):
         if args.should_save:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / RUN_FILE).write_text(json.dumps(settings, indent=2), encoding="utf-8")
-        return checkpoint and str(checkpoint)
+        return checkpoint
 
     def run(self) -> dict[str, float]:
         """Train from the newest checkpoint in `output_dir`, or else from the start. Measure the best model on
@@ -360,12 +378,6 @@ class ImageTrainer(Trainer):
         return metrics
 
     @property
-    def kept_step(self) -> int:
-        """Training step that produced the saved weights."""
-        best = self.state.best_global_step if self.args.load_best_model_at_end else None
-        return best or self.state.global_step
-
-    @property
     def metrics(self) -> dict[str, float]:
         """Metrics of the saved model. Names have no prefix "eval_" or "test_". Test metrics replace evaluation
         metrics."""
@@ -376,36 +388,26 @@ class ImageTrainer(Trainer):
         return found
 
 
-class SaveWhenInterrupted(TrainerCallback):
-    """Save a checkpoint and end the run after the first Ctrl-C. A second Ctrl-C ends the run immediately."""
-
-    received = False
-
-    def note(self, number: int, _):
-        """Handle the first Ctrl-C, see `signal.signal`."""
-        self.received = True
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        print("\nFinishing and saving the current step. Press Ctrl-C again to stop at once.", file=sys.stderr)
+class LogBeforeSaving(TrainerCallback):
+    """Log before each checkpoint. `log` raises an error if the loss is not finite, so bad weights are not saved."""
 
     def on_step_end(self, args, state, control, **kwargs):
-        control.should_save |= self.received
-        # `log` is called before saving and raises an error if the loss is not finite, so bad weights are not saved.
         control.should_log |= control.should_save
 
     on_epoch_end = on_step_end
 
+
+class SaveAndStop(TrainerCallback):
+    """Save a checkpoint after the current step, and end the run as Ctrl-C does."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_log = control.should_save = True
+
+    on_epoch_end = on_step_end
+
     def on_save(self, args, state, control, **kwargs):
-        if self.received:
-            print(f"Stopped at step {state.global_step}; the same command continues from there.", file=sys.stderr)
-            self.received = False
-            raise KeyboardInterrupt
-
-
-def list_checkpoints(folder: str | Path) -> list[Path]:
-    """Return the folders named `checkpoint-STEP`, in descending order of steps."""
-    paths = [path for path in Path(folder).glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", path.name)]
-    found = [path for path in paths if path.is_dir()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint-")), reverse=True)
+        print(f"Stopped at step {state.global_step}; the same command continues from there.", file=sys.stderr)
+        raise KeyboardInterrupt
 
 
 def find_damaged_file(checkpoint: Path) -> Path | None:
@@ -428,19 +430,6 @@ def find_damaged_file(checkpoint: Path) -> Path | None:
             except (OSError, SafetensorError):
                 return file
     return None
-
-
-def find_checkpoint(folder: str | Path) -> tuple[Path | None, list[Path]]:
-    """Return two values. The first value is the newest complete checkpoint, or None if no checkpoint is complete. The
-    second value is a list with one file of each newer checkpoint: the checkpoint's first missing or damaged file. If
-    no checkpoint is complete, the list contains one file of every checkpoint."""
-    damaged = []
-    for checkpoint in list_checkpoints(folder):
-        file = find_damaged_file(checkpoint)
-        if file is None:
-            return checkpoint, damaged
-        damaged.append(file)
-    return None, damaged
 
 
 def check_same_run(file: Path, settings: dict):
@@ -471,15 +460,6 @@ def list_changes(recorded: dict, asked: dict, prefix: str = "") -> list[str]:
     return changes
 
 
-def require_processor(processing_class):
-    """Raise a ValueError if `processing_class` is None."""
-    if processing_class is None:
-        raise ValueError(
-            "processing_class is None, expected the processor of the model or teacher, for example "
-            "AutoImageProcessor.from_pretrained(…)."
-        )
-
-
 def run_command(parser: ArgumentParser, make_trainer: Callable, argv: list[str] | None) -> int:
     """Run a training's command: parse its arguments, train, and print the result."""
     trainer = make_trainer(*parser.parse(argv))
@@ -499,7 +479,7 @@ def start(args: ImageTrainingArguments, *sources: str | None):
     check_output_outside_input(args.output_dir, *sources)
     folder = Path(args.output_dir)
     if not args.overwrite_output_dir and args.process_index == 0 and folder.is_dir():
-        is_run = (folder / RUN_FILE).is_file() or find_checkpoint(folder)[0] is not None
+        is_run = (folder / RUN_FILE).is_file() or any(folder.glob(f"checkpoint-*/{TRAINER_STATE_NAME}"))
         if not is_run and not {path.name for path in folder.iterdir()} <= {"runs"}:
             raise ValueError(
                 f"output_dir {folder} is not empty and holds no run to continue; choose another folder, or pass "

@@ -1,6 +1,7 @@
 """Checks for the tests of all training commands."""
 
 import importlib
+import signal
 
 import pytest
 from trainings import SHORT, command_words, run_command, values_of
@@ -40,13 +41,12 @@ def check_defaults(command: str, output_dir, make_in_python, **options):
 class Interrupt(TrainerCallback):
     """Callback that simulates Ctrl-C during step `step`. The first step is 0."""
 
-    def __init__(self, trainer, step: int):
-        self.trainer = trainer
+    def __init__(self, step: int):
         self.step = step
 
     def on_step_begin(self, args, state, control, **_):
         if state.global_step == self.step:
-            self.trainer.interruption.note(2, None)
+            signal.raise_signal(signal.SIGINT)
 
 
 def records(trainer) -> list[dict]:
@@ -61,7 +61,7 @@ def check_resumes(command: str, folder, step: int, **options):
     whole = run_command(command, folder / "whole", **options)
     stopped = make(command, folder / "again", **options)
     assert step % (stopped.num_examples(stopped.get_train_dataloader()) // stopped.args.train_batch_size)
-    stopped.add_callback(Interrupt(stopped, step))
+    stopped.add_callback(Interrupt(step))
     with pytest.raises(KeyboardInterrupt):
         stopped.run()
     assert (folder / "again" / f"checkpoint-{step + 1}").is_dir()

@@ -25,7 +25,7 @@ from frugalvit.training.models import learning_rate_factors
 from frugalvit.training.segment import SegmentationTrainer
 from frugalvit.training.sharpness import SharpnessAwareTrainer
 from frugalvit.training.train import SmallDataArguments, SmallDataView
-from frugalvit.training.trainer import find_checkpoint, start
+from frugalvit.training.trainer import start
 from frugalvit.training.views import EvalView, mixing
 from tiny import make_vit
 
@@ -146,7 +146,7 @@ def test_ctrl_c_saves_the_step_under_way(again, make, tmp_path, capsys):
     assert printed.count("Finishing and saving the current step.") == 1
     assert ("Stopped at step 6; the same command continues from there." in printed) != again
     assert signal.getsignal(signal.SIGINT) == handler
-    assert find_checkpoint(tmp_path / "out")[0].name == ("checkpoint-4" if again else "checkpoint-6")
+    assert (tmp_path / "out" / "checkpoint-6").is_dir() != again
 
 
 @pytest.mark.parametrize(("step", "factor", "logging_steps"), [(0, math.inf, 1), (5, math.nan, 1), (6, math.nan, 50)])
@@ -363,5 +363,5 @@ def test_rates_fall_with_depth(library, make):
 )
 def test_a_missing_processor_is_named(trainer, before, images, tmp_path):
     args = ImageTrainingArguments(str(tmp_path), use_cpu=True)
-    with pytest.raises(ValueError, match="processing_class is None, expected the processor"):
+    with pytest.raises(ValueError, match="image processor is None, .* pass processing_class"):
         trainer(*[make_vit()] * before, args, images)
