@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoImageProcessor, AutoModel, AutoModelForImageClassification
 
 from .hosts import Anatomy, read_anatomy
-from .hosts.anatomy import Attention, AttentionPooling, Block, GridPositions, Linear, Projection, norm_type
+from .hosts.anatomy import AttentionPooling, Block, GridPositions, Linear, Projection
 from .hosts.running import (
     compute_hidden_states,
     evaluation_mode,
@@ -32,6 +32,19 @@ from .placement import cut_patches, grid_rois
 TOLERANCE = 1e-4
 # Epsilon of the norms in focusing layers, as in the SparseFormer authors' code. The teacher's epsilon may differ.
 FOCUSING_EPS = 1e-5
+# Fields of a teacher's configuration that a student's `teacher_config` leaves out.
+OMITTED_FIELDS = (
+    "_name_or_path",
+    "architectures",
+    "dtype",
+    "id2label",
+    "label2id",
+    "out_features",
+    "out_indices",
+    "problem_type",
+    "stage_names",
+    "transformers_version",
+)
 
 
 @torch.no_grad()
@@ -47,7 +60,14 @@ def inherit_patches(
     `PatchSparseFormerModel.from_teacher`, which documents the arguments."""
     anatomy, truncated, image_fields = read_teacher(model_class, teacher, truncate, image_processor, patches=True)
     projection = anatomy.patches.projection
-    _, num_channels, *patch_size = projection.weight.shape
+    hidden_size, num_channels, *patch_size = projection.weight.shape
+    teacher_config = None
+    config = getattr(anatomy.model, "config", None)
+    if type(config).__module__.startswith("transformers."):
+        defaults = type(config)().to_dict()
+        changed = {name: value for name, value in config.to_dict().items() if value != defaults.get(name)}
+        teacher_config = {name: value for name, value in changed.items() if name not in OMITTED_FIELDS}
+        teacher_config["model_type"] = config.model_type
     if num_latent_tokens is None:
         num_latent_tokens = default_num_latent_tokens(anatomy, fill_grid=True)
     inherited = configuration_fields(anatomy) | {
@@ -55,7 +75,7 @@ def inherit_patches(
         "num_hidden_layers": len(anatomy.blocks) - truncated,
         "num_channels": num_channels,
         "patch_size": patch_size,
-        "teacher_config": teacher_config(anatomy),
+        "teacher_config": teacher_config,
     }
     if anatomy.patches.norm is not None:
         inherited["extra_norms"].append("patch")
@@ -66,14 +86,20 @@ def inherit_patches(
     load_weights(embeddings.projection, Projection(projection.weight.flatten(1), projection.bias))
     load_weights(embeddings.patch_norm, anatomy.patches.norm)
     load_weights(embeddings.norm, anatomy.pre_norm)
-    positions = patch_positions(anatomy, student.config.token_grid)
-    if positions is None:
+    if anatomy.patch_positions is None:
         # The teacher adds no positions. With `placement="grid"`, the student's positions are not trained, because
         # `to_plain_vit` could not store trained positions in a model of the teacher's class.
         embeddings.position_embeddings.zero_().requires_grad_(student.config.placement == "content")
     else:
-        embeddings.position_embeddings.copy_(positions)
-    prefix = blank_image_prefix(anatomy, truncated) if truncated else positioned_prefix(anatomy)
+        embeddings.position_embeddings.copy_(anatomy.patch_positions(student.config.token_grid))
+    if truncated:
+        prefix = blank_image_prefix(anatomy, truncated)
+    else:
+        prefix = projection.weight.new_zeros(0, hidden_size)
+        prefix = torch.cat([prefix, *(token.reshape(-1, hidden_size) for token in anatomy.prefix_tokens)])
+        if isinstance(anatomy.patch_positions, GridPositions):
+            positions = anatomy.patch_positions.table.flatten(0, -2)[: -math.prod(anatomy.patch_positions.grid)]
+            prefix[: len(positions)] += positions
     if embeddings.cls_token is not None:
         embeddings.cls_token.copy_(prefix[: anatomy.num_class_tokens])
     if embeddings.register_tokens is not None:
@@ -100,14 +126,15 @@ def inherit_blocks(
     anatomy, truncated, image_fields = read_teacher(model_class, teacher, truncate, image_processor)
     if num_latent_tokens is None:
         num_latent_tokens = default_num_latent_tokens(anatomy)
-    inherited = configuration_fields(anatomy) | {
+    inherited = configuration_fields(anatomy)
+    inherited |= {
         "num_latent_tokens": num_latent_tokens,
         "num_hidden_layers": len(anatomy.blocks) - truncated,
         "num_channels": anatomy.num_channels,
         "feature_stride": list(anatomy.patch_size),
         # Half the encoder's width, rounded down to a multiple of 8. The SparseFormer papers use 384 for an encoder of
         # width 768.
-        "focusing_hidden_size": max(anatomy.hidden_size // 16 * 8, 8),
+        "focusing_hidden_size": max(inherited["hidden_size"] // 16 * 8, 8),
         "focusing_layer_norm_eps": FOCUSING_EPS,
     }
     student = new_student(model_class, anatomy, inherited | image_fields | fields, truncated, inherits)
@@ -152,7 +179,6 @@ def read_teacher(
         anatomy = read_anatomy(teacher, image_format.size)
         image_fields = image_format.config_fields()
     anatomy.require_plain("bootstrap from", embeds=True, patches=patches)
-    check_uniform(anatomy)
     blocks = len(anatomy.blocks)
     # If `truncate` is at least 1, it is a number of blocks: 1.0 is one block, and 1.5 is an error.
     is_whole = truncate < 1 or truncate == int(truncate)
@@ -219,25 +245,43 @@ def default_num_latent_tokens(anatomy: Anatomy, fill_grid: bool = False) -> int:
 
 
 def configuration_fields(anatomy: Anatomy) -> dict:
-    """Return the fields of a `SparseFormerBaseConfig` that depend on the teacher."""
+    """Return the fields of a `SparseFormerBaseConfig` that depend on the teacher. Raise a ValueError if the teacher's
+    blocks differ in shape, or if its norms or activations differ in kind."""
     height, width = anatomy.image_size
     block = anatomy.blocks[0]
     attention = block.attention
     mlp = block.mlp
     pooling = anatomy.pooling
+    head = pooling.head
+    shapes = {(each.attention.num_heads, each.mlp.up.weight.shape, each.mlp.activation) for each in anatomy.blocks}
+    norms = [norm for norm in (anatomy.norm, attention.query_norm) if norm is not None]
+    has_layer_norm = isinstance(block.attention_norm, nn.LayerNorm)
+    for reason, applies in (
+        ("its blocks differ from each other in heads, widths or activations", len(shapes) > 1),
+        (
+            "its final norm or norm of queries is of another kind than its blocks' norms",
+            any(isinstance(norm, nn.LayerNorm) != has_layer_norm for norm in norms),
+        ),
+        (
+            "the MLP of its pooling has another activation than its blocks",
+            head is not None and head.mlp is not None and head.mlp.activation != mlp.activation,
+        ),
+    ):
+        if applies:
+            raise anatomy.unsupported_error("bootstrap from", reason)
     # Transformers' RMSNorms have `variance_epsilon`. In PyTorch's RMSNorm, `eps=None` means the machine epsilon.
     eps = getattr(block.attention_norm, "eps", getattr(block.attention_norm, "variance_epsilon", None))
     extra_norms = {"query_key": attention.query_norm, "attention": attention.output_norm, "mlp": mlp.norm}
     final_norm = "after_pooling" if pooling.before_norm else "before_pooling"
     fields = {
         "image_size": height if height == width else [height, width],
-        "hidden_size": anatomy.hidden_size,
+        "hidden_size": attention.query.weight.shape[1],
         "intermediate_size": len(mlp.up.weight),
         "num_attention_heads": attention.num_heads,
         "hidden_act": mlp.activation,
         "gated_mlp": mlp.gate is not None,
         "layer_scale": block.attention_scale is not None,
-        "norm_type": norm_type(block.attention_norm),
+        "norm_type": "layer_norm" if has_layer_norm else "rms_norm",
         "layer_norm_eps": torch.finfo(torch.float32).eps if eps is None else eps,
         "extra_norms": [name for name, norm in extra_norms.items() if norm is not None],
         "final_norm": None if anatomy.norm is None else final_norm,
@@ -248,81 +292,12 @@ def configuration_fields(anatomy: Anatomy) -> dict:
     }
     if anatomy.rotary is not None:
         fields |= anatomy.rotary.config_fields
-    if pooling.head is not None:
-        head = pooling.head
+    if head is not None:
         fields["pooling_num_attention_heads"] = head.attention.num_heads
         fields["pooling_intermediate_size"] = 0 if head.mlp is None else len(head.mlp.up.weight)
     if anatomy.classifier is not None:
         fields |= anatomy.labels or {"num_labels": anatomy.classifier.out_features}
     return fields
-
-
-def check_uniform(anatomy: Anatomy):
-    """Raise a ValueError if a teacher's blocks differ in shape, or if its norms or activations differ in kind."""
-    first = anatomy.blocks[0]
-    for block in anatomy.blocks[1:]:
-        if (
-            block.attention.num_heads != first.attention.num_heads
-            or block.mlp.up.weight.shape != first.mlp.up.weight.shape
-            or block.mlp.activation != first.mlp.activation
-        ):
-            raise anatomy.unsupported_error(
-                "bootstrap from", "its blocks differ from each other in heads, widths or activations"
-            )
-    for name, norm in (("final norm", anatomy.norm), ("norm of queries", first.attention.query_norm)):
-        if norm is not None and norm_type(norm) != norm_type(first.attention_norm):
-            raise anatomy.unsupported_error("bootstrap from", f"its {name} is of another kind than its blocks' norms")
-    head = anatomy.pooling.head
-    if head is not None and head.mlp is not None and head.mlp.activation != first.mlp.activation:
-        raise anatomy.unsupported_error(
-            "bootstrap from", "the MLP of its pooling has another activation than its blocks"
-        )
-
-
-def teacher_config(anatomy: Anatomy) -> dict | None:
-    """Return the fields of the teacher's Transformers configuration that differ from the defaults of the configuration
-    class. Fields such as labels and dtype are left out. Return None for a teacher of another library."""
-    config = getattr(anatomy.model, "config", None)
-    if not type(config).__module__.startswith("transformers."):
-        return None
-    left_out = {
-        "_name_or_path",
-        "architectures",
-        "dtype",
-        "id2label",
-        "label2id",
-        "out_features",
-        "out_indices",
-        "problem_type",
-        "stage_names",
-        "transformers_version",
-    }
-    defaults = type(config)().to_dict()
-    fields = {
-        name: value for name, value in config.to_dict().items() if value != defaults.get(name) and name not in left_out
-    }
-    return fields | {"model_type": config.model_type}
-
-
-def patch_positions(anatomy: Anatomy, grid: tuple[int, int]) -> torch.Tensor | None:
-    """Return the positions that a teacher adds to the patches of `grid`, `(rows * columns, hidden_size)`, or None if
-    it adds no positions. Positions are interpolated or computed as in the teacher's library."""
-    if anatomy.patch_positions is None:
-        return None
-    weight = next(anatomy.model.parameters())
-    return anatomy.patch_positions(tuple(grid)).to(weight.device, weight.dtype)
-
-
-def positioned_prefix(anatomy: Anatomy) -> torch.Tensor:
-    """Return a teacher's class tokens and registers after positions are added, `(prefix tokens, hidden_size)`. The
-    norm `pre_norm` is not applied."""
-    tokens = [anatomy.patches.projection.weight.new_zeros(0, anatomy.hidden_size)]
-    tokens = torch.cat(tokens + [token.reshape(-1, anatomy.hidden_size) for token in anatomy.prefix_tokens])
-    if not isinstance(anatomy.patch_positions, GridPositions):
-        return tokens
-    positions = anatomy.patch_positions.table.flatten(0, -2)[: -math.prod(anatomy.patch_positions.grid)]
-    count = len(positions)
-    return torch.cat([tokens[:count] + positions, tokens[count:]])
 
 
 def blank_image_prefix(anatomy: Anatomy, index: int) -> torch.Tensor:
@@ -337,11 +312,21 @@ def blank_image_prefix(anatomy: Anatomy, index: int) -> torch.Tensor:
 def load_block(target: Block, source: Block, channels: torch.Tensor | None = None):
     """Copy the weights of a block into another block of equal shape. `channels`, `(head_dim,)`, permutes the channels
     of each head's queries and keys, see `Rotary`."""
+    rows = None
+    if channels is not None:
+        channels = channels.to(source.attention.query.weight.device)
+        heads = torch.arange(source.attention.num_heads, device=channels.device).unsqueeze(1)
+        rows = (heads * source.attention.head_dim + channels).flatten()
     load_weights(target.attention_norm, source.attention_norm)
-    load_attention(target.attention, source.attention, channels)
+    load_weights(target.attention.query, source.attention.query, rows)
+    load_weights(target.attention.key, source.attention.key, rows)
+    load_weights(target.attention.value, source.attention.value)
+    load_weights(target.attention.query_norm, source.attention.query_norm, channels)
+    load_weights(target.attention.key_norm, source.attention.key_norm, channels)
+    load_weights(target.attention.output_norm, source.attention.output_norm)
+    load_weights(target.attention.output, source.attention.output)
     load_weights(target.mlp_norm, source.mlp_norm)
-    if source.mlp.gate is not None:
-        load_weights(target.mlp.gate, source.mlp.gate)
+    load_weights(target.mlp.gate, source.mlp.gate)
     load_weights(target.mlp.up, source.mlp.up)
     load_weights(target.mlp.norm, source.mlp.norm)
     load_weights(target.mlp.down, source.mlp.down)
@@ -352,26 +337,11 @@ def load_block(target: Block, source: Block, channels: torch.Tensor | None = Non
             target_scale.copy_(torch.ones_like(target_scale) if source_scale is None else source_scale)
 
 
-def load_attention(target: Attention, source: Attention, channels: torch.Tensor | None = None):
-    """Copy the weights of an attention layer. Arguments are those of `load_block`."""
-    rows = None
-    if channels is not None:
-        channels = channels.to(source.query.weight.device)
-        first_channels = torch.arange(source.num_heads, device=channels.device).unsqueeze(1) * source.head_dim
-        rows = (first_channels + channels).flatten()
-    load_weights(target.query, source.query, rows)
-    load_weights(target.key, source.key, rows)
-    load_weights(target.value, source.value)
-    load_weights(target.output, source.output)
-    load_weights(target.output_norm, source.output_norm)
-    load_weights(target.query_norm, source.query_norm, channels)
-    load_weights(target.key_norm, source.key_norm, channels)
-
-
 def load_pooling(target: AttentionPooling, source: AttentionPooling):
     """Copy the weights of attention pooling."""
     target.probe.copy_(source.probe)
-    load_attention(target.attention, source.attention)
+    for name in ("query", "key", "value", "output"):
+        load_weights(getattr(target.attention, name), getattr(source.attention, name))
     if source.mlp is not None:
         load_weights(target.norm, source.norm)
         load_weights(target.mlp.up, source.mlp.up)
@@ -412,7 +382,9 @@ def check_student(student: nn.Module, anatomy: Anatomy, truncated: int):
         with record_hidden_states(anatomy) as hidden_states:
             expected = anatomy.embed(images).to(device)
     if truncated == 0 and hasattr(base, "embeddings"):
-        tokens = embed_all_patches(base.embeddings, anatomy, images.to(device))
+        patches = cut_patches(images.to(device), base.embeddings.patch_size).flatten(1, 2)
+        positions = torch.zeros(()) if anatomy.patch_positions is None else anatomy.patch_positions(anatomy.grid)
+        tokens = base.embeddings.embed(patches, positions.to(patches))
     else:
         tokens = hidden_states[truncated].to(device)
     rois = grid_rois(anatomy.grid).to(device).expand(len(tokens), -1, -1)
@@ -431,15 +403,3 @@ def check_student(student: nn.Module, anatomy: Anatomy, truncated: int):
             f"the teacher's (largest relative difference {difference:.1e}). Expected a plain pre-norm vision "
             "transformer; docs/models.md lists them."
         )
-
-
-def embed_all_patches(embeddings: nn.Module, anatomy: Anatomy, pixel_values: torch.Tensor) -> torch.Tensor:
-    """Embed all patches of the teacher's grid with the weights of a student's `PatchSparseFormerEmbeddings`. Return
-    the tokens before the first block, `(batch, prefix + patches, hidden_size)`."""
-    patches = cut_patches(pixel_values, embeddings.patch_size).flatten(1, 2)
-    tokens = embeddings.patch_norm(embeddings.projection(patches))
-    positions = patch_positions(anatomy, anatomy.grid)
-    if positions is not None:
-        tokens = tokens + positions.to(tokens.device)
-    prefix = positioned_prefix(anatomy).to(tokens.device).expand(len(tokens), -1, -1)
-    return embeddings.norm(torch.cat([prefix, tokens], dim=1))

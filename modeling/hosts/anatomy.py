@@ -9,7 +9,6 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -26,8 +25,6 @@ _ACTIVATIONS = {
     "relu": "relu",
     "silu": "silu",
 }
-
-T = TypeVar("T")
 
 
 class NotAPlainViT(ValueError):
@@ -125,7 +122,8 @@ class Block:
     def __post_init__(self):
         norms = (self.attention_norm, self.mlp_norm)
         for norm in norms:
-            norm_type(norm)
+            if not isinstance(norm, nn.LayerNorm) and not type(norm).__name__.lower().endswith("rmsnorm"):
+                raise NotAPlainViT(f"it has a {type(norm).__name__} where a LayerNorm or RMSNorm is expected")
         tensors = [self.attention_scale, self.mlp_scale]
         for part in (*norms, *vars(self.attention).values(), *vars(self.mlp).values()):
             if isinstance(part, nn.Module):
@@ -311,10 +309,6 @@ class Anatomy:
         return type(self.model).__name__
 
     @property
-    def hidden_size(self) -> int:
-        return self.blocks[0].attention.query.weight.shape[1]
-
-    @property
     def num_patches(self) -> int:
         return self.grid[0] * self.grid[1]
 
@@ -341,11 +335,12 @@ class Anatomy:
         """Number of channels of the embedding."""
         if self.projection is not None:
             return len(self.projection.weight)
+        hidden_size = self.blocks[0].attention.query.weight.shape[1]
         if self.pooling.mode == "cls_and_latent_mean":
-            return 2 * self.hidden_size
+            return 2 * hidden_size
         if self.pooling.mode == "cls":
-            return len(self.pooling.class_tokens or range(self.num_class_tokens)) * self.hidden_size
-        return self.hidden_size
+            return len(self.pooling.class_tokens or range(self.num_class_tokens)) * hidden_size
+        return hidden_size
 
     @property
     def device(self) -> torch.device:
@@ -421,24 +416,6 @@ def read_anatomy(model: nn.Module | Anatomy, image_size: tuple[int, int] | None 
     return dataclasses.replace(anatomy, labels=labels, source=model)
 
 
-def read_part(read: Callable[..., T], *arguments) -> tuple[T | None, str | None]:
-    """Call `read` and return `(result, None)`, or return `(None, reason)` if `read` raises `NotAPlainViT`."""
-    try:
-        return read(*arguments), None
-    except NotAPlainViT as error:
-        return None, str(error)
-
-
-def pool(tokens: torch.Tensor, mode: str, num_prefix_tokens: int) -> torch.Tensor:
-    """Pool normalized tokens, `(batch, prefix + patches, hidden_size)`. `mode` is a value of `Pooling.mode`."""
-    if mode == "cls":
-        return tokens[:, 0]
-    if mode == "mean":
-        return tokens.mean(dim=1)
-    mean = tokens[:, num_prefix_tokens:].mean(dim=1)
-    return torch.cat([tokens[:, 0], mean], dim=1) if mode == "cls_and_latent_mean" else mean
-
-
 def activation_name(activation: nn.Module | None) -> str:
     """Return the `ACT2FN` key of an activation module. Raise `NotAPlainViT` if the activation is unknown."""
     name = type(activation).__name__.lower().removeprefix("pytorch").removesuffix("activation")
@@ -449,29 +426,22 @@ def activation_name(activation: nn.Module | None) -> str:
     return _ACTIVATIONS[name]
 
 
-def norm_type(norm: nn.Module) -> str:
-    """Return the type of a norm, `"layer_norm"` or `"rms_norm"`. Raise `NotAPlainViT` for any other module."""
-    if isinstance(norm, nn.LayerNorm):
-        return "layer_norm"
-    if type(norm).__name__.lower().endswith("rmsnorm"):
-        return "rms_norm"
-    raise NotAPlainViT(f"it has a {type(norm).__name__} where a LayerNorm or RMSNorm is expected")
-
-
 def find(module: nn.Module | None, names: Sequence[str]) -> nn.Module | None:
     """Return the first child module that has a name in `names` and is not an `nn.Identity`, or None."""
     parts = (getattr(module, name, None) for name in names)
     return next((part for part in parts if isinstance(part, nn.Module) and not isinstance(part, nn.Identity)), None)
 
 
-def check_patches(module: nn.Module | None) -> nn.Conv2d:
-    """Return `module` if it is a convolution that embeds patches without overlaps and gaps. Otherwise, raise
-    `NotAPlainViT`."""
+def read_convolution(
+    module: nn.Module | None, norm: nn.Module | None = None
+) -> tuple[PatchEmbedding | None, str | None]:
+    """Return `(PatchEmbedding(module, norm), None)` for a convolution that embeds patches without overlaps and gaps.
+    Otherwise, return `(None, reason)`."""
     if not isinstance(module, nn.Conv2d):
-        raise NotAPlainViT(f"its patches are embedded by a {type(module).__name__}, expected one convolution")
+        return None, f"its patches are embedded by a {type(module).__name__}, expected one convolution"
     if module.stride != module.kernel_size or module.padding not in ((0, 0), "valid"):
-        raise NotAPlainViT(f"its patches overlap or leave gaps ({module})")
-    return module
+        return None, f"its patches overlap or leave gaps ({module})"
+    return PatchEmbedding(module, norm), None
 
 
 def is_timm(model: nn.Module) -> bool:

@@ -12,16 +12,13 @@ from .anatomy import (
     Attention,
     Block,
     GridPositions,
-    Linear,
     NotAPlainViT,
-    PatchEmbedding,
     Pooling,
     Projection,
     activation_name,
-    check_patches,
     find,
     is_timm,
-    read_part,
+    read_convolution,
     split_linear,
 )
 
@@ -42,26 +39,21 @@ def _read_with_trunk(model: nn.Module, image_size: tuple[int, int] | None) -> An
     from .timm import read as read_timm
 
     trunk = read_timm(model.trunk, image_size)
-    projection, reason = read_part(_read_head, model.head, trunk.classifier)
+    # Layers that open_clip adds to a timm model, and the timm model's own classifier.
+    linears = [module for module in model.head if not isinstance(module, nn.Dropout)]
+    if trunk.classifier is not None:
+        linears.append(trunk.classifier)
+    reason = None
+    if len(linears) > 1 or not all(isinstance(linear, nn.Linear) for linear in linears):
+        reason = "it projects its pooled tokens by more than one linear layer"
     return dataclasses.replace(
         trunk,
-        projection=projection,
+        projection=linears[0] if linears and reason is None else None,
         classifier=None,
         embed=model,
         run_classifier=None,
         unsupported_embedding_reason=trunk.unsupported_embedding_reason or reason,
     )
-
-
-def _read_head(head: nn.Sequential, classifier: nn.Linear | None) -> Linear | None:
-    """Return the linear layer that follows pooling, or None if there is no such layer. `head` has the layers that
-    open_clip adds to a timm model, and `classifier` is the timm model's own classifier."""
-    linears = [module for module in head if not isinstance(module, nn.Dropout)]
-    if classifier is not None:
-        linears.append(classifier)
-    if len(linears) > 1 or not all(isinstance(linear, nn.Linear) for linear in linears):
-        raise NotAPlainViT("it projects its pooled tokens by more than one linear layer")
-    return linears[0] if linears else None
 
 
 def _read_plain(model: nn.Module) -> Anatomy:
@@ -74,8 +66,11 @@ def _read_plain(model: nn.Module) -> Anatomy:
         return outputs[0] if isinstance(outputs, tuple) else outputs
 
     grid = tuple(model.grid_size)
-    convolution, patches_reason = read_part(check_patches, model.conv1)
-    pooling, embedding_reason = read_part(_read_pooling, model)
+    patches, patches_reason = read_convolution(model.conv1)
+    embedding_reason = None
+    if getattr(model, "attn_pool", None) is not None or model.pool_type not in ("tok", "avg"):
+        embedding_reason = "it pools by a head of its own; known are 'tok' and 'avg'"
+    mode = "cls" if model.pool_type == "tok" else "latent_mean"
     return Anatomy(
         model,
         [read_block(block) for block in model.transformer.resblocks],
@@ -83,24 +78,17 @@ def _read_plain(model: nn.Module) -> Anatomy:
         grid=grid,
         num_class_tokens=1,
         prefix_tokens=[model.class_embedding],
-        patches=None if convolution is None else PatchEmbedding(convolution),
+        patches=patches,
         # open_clip uses antialiasing when it interpolates the position embeddings of a checkpoint.
         patch_positions=GridPositions(model.positional_embedding, grid, antialias=True),
         pre_norm=find(model, ["ln_pre"]),
         norm=model.ln_post,
-        pooling=pooling or Pooling(),
+        pooling=Pooling(mode, before_norm=bool(model.final_ln_after_pool)),
         projection=None if model.proj is None else Projection(model.proj.mT),
         embed=embed,
         unsupported_patches_reason=patches_reason,
         unsupported_embedding_reason=embedding_reason,
     )
-
-
-def _read_pooling(model: nn.Module) -> Pooling:
-    if getattr(model, "attn_pool", None) is not None or model.pool_type not in ("tok", "avg"):
-        raise NotAPlainViT("it pools by a head of its own; known are 'tok' and 'avg'")
-    mode = "cls" if model.pool_type == "tok" else "latent_mean"
-    return Pooling(mode, before_norm=bool(model.final_ln_after_pool))
 
 
 def read_block(module: nn.Module) -> Block:

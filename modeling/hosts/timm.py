@@ -16,10 +16,8 @@ from .anatomy import (
     Pooling,
     Rotary,
     activation_name,
-    check_patches,
     find,
-    pool,
-    read_part,
+    read_convolution,
     split_linear,
 )
 
@@ -55,9 +53,13 @@ def _read_plain(model: nn.Module, num_class_tokens: int, image_size: tuple[int, 
         model.set_input_size(img_size=image_size)
         position_table = getattr(model, "pos_embed", None)
     grid = tuple(model.patch_embed.grid_size)
-    patches, patches_reason = read_part(_read_patches, model)
-    pooling, embedding_reason = read_part(_read_pooling, model)
-    pooling = pooling or Pooling()
+    patches, patches_reason = _read_patches(model)
+    embedding_reason = None
+    try:
+        pooling = _read_pooling(model)
+    except NotAPlainViT as error:
+        pooling = Pooling()
+        embedding_reason = str(error)
     head = getattr(model, "head", None)
     classifier = head if isinstance(head, nn.Linear) else None
     prefix_tokens = [getattr(model, name, None) for name in ("cls_token", "dist_token", "reg_token")]
@@ -66,7 +68,9 @@ def _read_plain(model: nn.Module, num_class_tokens: int, image_size: tuple[int, 
         features = model.forward_features(pixel_values)
         if model.global_pool:
             return model.forward_head(features, pre_logits=True)
-        return pool(features, pooling.mode, model.num_prefix_tokens)
+        if pooling.mode == "cls":
+            return features[:, 0]
+        return features[:, 0 if pooling.mode == "mean" else model.num_prefix_tokens :].mean(dim=1)
 
     return Anatomy(
         model,
@@ -141,11 +145,10 @@ def _read_mlp(module: nn.Module) -> MLP:
     return MLP(up, module.fc2, activation_name(module.act), gate, find(module, ["norm"]))
 
 
-def _read_patches(model: nn.Module) -> PatchEmbedding:
+def _read_patches(model: nn.Module) -> tuple[PatchEmbedding | None, str | None]:
     if backbone := getattr(model.patch_embed, "backbone", None):
-        raise NotAPlainViT(f"its patches are embedded by the layers of a {type(backbone).__name__}")
-    projection = check_patches(getattr(model.patch_embed, "proj", None))
-    return PatchEmbedding(projection, find(model.patch_embed, ["norm"]))
+        return None, f"its patches are embedded by the layers of a {type(backbone).__name__}"
+    return read_convolution(getattr(model.patch_embed, "proj", None), find(model.patch_embed, ["norm"]))
 
 
 def _read_rotary(model: nn.Module, grid: tuple[int, int], head_dim: int) -> Rotary | None:

@@ -1,7 +1,7 @@
 """Reader of vision transformers of Transformers and of this package.
 
-Modules are found by their names, and no model file is imported. `_FAMILIES` has the pooling and interpolation of each
-model family. The tuples below `_FAMILIES` have the names of modules.
+Modules are found by their names, and no model file is imported. `_FAMILIES` has what differs between model families.
+The tuples below `_FAMILIES` have the names of modules.
 """
 
 import functools
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ...configuration.configuration_base import is_sparseformer, pair, set_image_size
+from ...configuration.configuration_base import pair, set_image_size
 from ..vit import interpolate_positions
 from .anatomy import (
     MLP,
@@ -28,17 +28,44 @@ from .anatomy import (
     Projection,
     Rotary,
     activation_name,
-    check_patches,
     find,
-    pool,
-    read_part,
     split_linear,
 )
 
 
+def _call_unmasked(model: nn.Module, pixel_values: torch.Tensor, **options):
+    """Call a ViTMAE model without a mask.
+
+    ViTMAE sorts patches by noise and masks most patches. Ascending noise keeps the order of the patches, and a mask
+    ratio of 0 keeps all patches.
+    """
+    config = model.config
+    mask_ratio = config.mask_ratio
+    num_patches = (pixel_values.shape[2] // config.patch_size) * (pixel_values.shape[3] // config.patch_size)
+    noise = torch.arange(num_patches, device=pixel_values.device).expand(len(pixel_values), -1)
+    config.mask_ratio = 0.0
+    try:
+        return model(pixel_values, noise=noise, **options)
+    finally:
+        config.mask_ratio = mask_ratio
+
+
+def _call_with_patches(model: nn.Module, pixel_values: torch.Tensor):
+    """Call a SigLIP 2 NaFlex model with the patches of images, in row-major order and with channels last."""
+    patch_size = getattr(model.config, "vision_config", model.config).patch_size
+    patches = F.unfold(pixel_values, patch_size, stride=patch_size).mT
+    patches = patches.unflatten(-1, (-1, patch_size * patch_size)).mT.flatten(2)
+    grid = [pixel_values.shape[2] // patch_size, pixel_values.shape[3] // patch_size]
+    return model(
+        pixel_values=patches,
+        pixel_attention_mask=torch.ones(patches.shape[:2], dtype=torch.int32, device=pixel_values.device),
+        spatial_shapes=torch.tensor([grid] * len(pixel_values)),
+    )
+
+
 @dataclass(frozen=True)
 class Family:
-    """How a model family pools its tokens and interpolates its position embeddings.
+    """How a model family takes images, pools its tokens and interpolates its position embeddings.
 
     Args:
         pooling (`str`, *optional*): `Pooling.mode` of the base model. If None, `config.pooling` is used.
@@ -46,6 +73,7 @@ class Family:
         output (`str`, *optional*): Name of the output with the pooled tokens. If None, `last_hidden_state` is pooled.
         any_size (`bool`): Whether `forward` takes images of any size without further arguments.
         interpolation (`dict`): Keyword arguments of `GridPositions`.
+        call (`Callable`): Function that calls a model with the keyword argument `pixel_values`.
     """
 
     pooling: str | None = "cls"
@@ -53,12 +81,13 @@ class Family:
     output: str | None = None
     any_size: bool = False
     interpolation: dict = field(default_factory=dict)
+    call: Callable = nn.Module.__call__
 
 
 _FAMILIES = {
     "vit": Family(),
     "vit_msn": Family(),
-    "vit_mae": Family(),
+    "vit_mae": Family(call=_call_unmasked),
     "deit": Family(),
     "ijepa": Family("mean"),
     "pixio": Family("class_mean", output="pooler_output", any_size=True),
@@ -70,7 +99,12 @@ _FAMILIES = {
     "clip_vision_model": Family(classifier_pooling="latent_mean", output="pooler_output"),
     "siglip_vision_model": Family("attention", "mean", "pooler_output"),
     "siglip2_vision_model": Family(
-        "attention", "mean", "pooler_output", any_size=True, interpolation={"mode": "bilinear", "antialias": True}
+        "attention",
+        "mean",
+        "pooler_output",
+        any_size=True,
+        interpolation={"mode": "bilinear", "antialias": True},
+        call=_call_with_patches,
     ),
     "aimv2_vision_model": Family("attention", "mean", "pooler_output"),
     "radio": Family(output="summary", any_size=True, interpolation={"mode": "bilinear", "crops": True}),
@@ -95,62 +129,57 @@ _FINAL_NORMS = ("layernorm", "post_layernorm", "norm", "rms_norm")
 _PRE_NORMS = ("pre_layrnorm", "pre_layernorm")
 _PATCHES = ("patch_embeddings", "patch_embedding", "patch_embed", "patch_projection")
 _POSITIONS = ("position_embeddings", "position_embedding")
-# Names of class tokens and register tokens, in the order of the token sequence.
-_PREFIX_TOKENS = ("cls_token", "class_embedding", "cls_register_token", "distillation_token", "register_tokens")
-# Names of vision towers in models with several modalities.
-_TOWERS = ("vision_model", "vision_tower", "visual")
-
-
-def find_tower(model: nn.Module) -> nn.Module:
-    """Return the vision tower of a model, or the base model if the model has no vision tower."""
-    if hasattr(model, "embeddings"):
-        return model
-    for name in ("model", *_TOWERS):
-        part = model._modules.get(name)
-        if part is not None and (name != "model" or any(tower in part._modules for tower in _TOWERS)):
-            return find_tower(part)
-    base = getattr(model, "base_model", model)
-    return model if base is model else find_tower(base)
+# Names of class tokens and of register tokens. A distillation token counts as a register token.
+_CLASS_TOKENS = ("cls_token", "class_embedding", "cls_register_token")
+_REGISTER_TOKENS = ("distillation_token", "register_tokens")
 
 
 def read(model: nn.Module, image_size: tuple[int, int] | None = None) -> Anatomy:
     """Read a model or its vision tower into an `Anatomy`. Raise a ValueError if the model takes no images."""
-    tower = find_tower(model)
+    tower = model.get_encoder("image")
+    if not hasattr(tower, "embeddings"):
+        tower = tower.base_model
     config = tower.config
     # The vision tower of Idefics3 has the wrong `main_input_name` "input_ids", but the right `input_modalities`.
     modalities = getattr(tower, "input_modalities", ())
     if getattr(tower, "main_input_name", None) == "input_ids" and "image" not in modalities:
         raise ValueError(f"{type(model).__name__} takes texts alone, expected a model that takes images.")
-    if is_sparseformer(config):
-        prefix = {"num_class_tokens": config.num_class_tokens, "num_register_tokens": config.num_register_tokens}
-    else:
-        embeddings = getattr(tower, "embeddings", None)
-        tokens = [token for name in _PREFIX_TOKENS if (token := getattr(embeddings, name, None)) is not None]
-        counts = [token.numel() // token.shape[-1] for token in tokens]
-        num_class_tokens = getattr(config, "num_cls_tokens", counts[0]) if tokens else 0
-        # A distillation token counts as a register token.
-        num_register_tokens = sum(counts) - num_class_tokens
-        prefix = {
-            "prefix_tokens": tokens,
-            "num_class_tokens": num_class_tokens,
-            "num_register_tokens": num_register_tokens,
-        }
+    # SparseFormers have their class tokens and registers in `latents`.
+    embeddings = getattr(tower, "embeddings", getattr(tower, "latents", None))
+    class_tokens = [token for name in _CLASS_TOKENS if (token := getattr(embeddings, name, None)) is not None]
+    registers = [token for name in _REGISTER_TOKENS if (token := getattr(embeddings, name, None)) is not None]
+    num_class_tokens, num_tokens = (
+        sum(token.numel() // token.shape[-1] for token in tokens)
+        for tokens in (class_tokens, class_tokens + registers)
+    )
+    # C-RADIO has its class tokens and registers in one tensor.
+    num_class_tokens = getattr(config, "num_cls_tokens", num_class_tokens)
+    prefix = {
+        "prefix_tokens": class_tokens + registers,
+        "num_class_tokens": num_class_tokens,
+        "num_register_tokens": num_tokens - num_class_tokens,
+    }
     try:
-        return _read_plain(model, tower, prefix, image_size)
+        if config.model_type not in _FAMILIES:
+            raise NotAPlainViT(f"its model type {config.model_type!r} is not known")
+        if hasattr(tower, "out_features"):
+            raise NotAPlainViT("it is a backbone, which returns feature maps; pass its base model")
+        holders = (tower, getattr(tower, "encoder", None), getattr(tower, "model", None))
+        modules = next(modules for holder in holders if (modules := find(holder, ["layers", "layer"])) is not None)
+        blocks = [read_block(module) for module in modules]
     except NotAPlainViT as error:
         return Anatomy(tower, **prefix, unsupported_reason=str(error))
-
-
-def _read_plain(model: nn.Module, tower: nn.Module, prefix: dict, image_size: tuple[int, int] | None) -> Anatomy:
-    config = tower.config
-    if config.model_type not in _FAMILIES:
-        raise NotAPlainViT(f"its model type {config.model_type!r} is not known")
-    if hasattr(tower, "out_features"):
-        raise NotAPlainViT("it is a backbone, which returns feature maps; pass its base model")
     family = _FAMILIES[config.model_type]
-    holders = (tower, getattr(tower, "encoder", None), getattr(tower, "model", None))
-    modules = next(modules for holder in holders if (modules := find(holder, ["layers", "layer"])) is not None)
-    blocks = [read_block(module) for module in modules]
+    embedding, options = _read_embedding(tower, family, image_size)
+    pooling = _read_pooling(model, tower, family, num_tokens, options)
+    return Anatomy(tower, blocks, **prefix, **embedding, **pooling, pre_norm=find(tower, _PRE_NORMS))
+
+
+def _read_embedding(tower: nn.Module, family: Family, image_size: tuple[int, int] | None) -> tuple[dict, dict]:
+    """Return the fields of an `Anatomy` that describe the image size, patches and positions, and the keyword arguments
+    that the model needs to interpolate its positions."""
+    config = tower.config
+    embeddings = tower.embeddings
     patch_size = pair(config.patch_size)
     if hasattr(config, "image_size"):
         own_size = pair(config.image_size)
@@ -158,92 +187,108 @@ def _read_plain(model: nn.Module, tower: nn.Module, prefix: dict, image_size: tu
         # SigLIP 2 NaFlex has no image size, but a square grid of positions. The image size is computed as the number
         # of grid rows times the patch size.
         own_size = pair(int(config.num_patches**0.5) * patch_size[0])
-    can_interpolate = "interpolate_pos_encoding" in inspect.signature(tower.embeddings.forward).parameters
-    takes_any_size = family.any_size or can_interpolate or getattr(config, "is_native", False)
-    if image_size is None or not takes_any_size:
+    can_interpolate = "interpolate_pos_encoding" in inspect.signature(embeddings.forward).parameters
+    is_native = getattr(config, "is_native", False)
+    if image_size is None or not (family.any_size or can_interpolate or is_native):
         image_size = own_size
-    patches, patches_reason = read_part(_read_patches, tower)
-    base_pooling = family.pooling or config.pooling
-    pooling, embedding_reason = read_part(_read_pooling, model, tower, family, base_pooling)
-    pooling = pooling or Pooling()
-    projection = getattr(model, "visual_projection", None)
-    classifier = getattr(model, "classifier", None)
-    if not isinstance(classifier, nn.Linear):
-        classifier = None
-    norm = find(tower, _FINAL_NORMS)
-    if classifier is not None and family.classifier_pooling == "latent_mean":
-        # CLIP's classifier pools tokens without the final norm.
-        norm = None
-    call = _caller(tower, interpolates=can_interpolate and image_size != own_size)
-    num_prefix_tokens = prefix["num_class_tokens"] + prefix["num_register_tokens"]
+    options = {"interpolate_pos_encoding": True} if can_interpolate and image_size != own_size else {}
+
+    module = find(embeddings, _PATCHES)
+    projection = find(module, ["projection"]) or module
+    if isinstance(projection, nn.Linear):
+        projection = _read_linear_patches(tower, projection)
+    positions = next((table for name in _POSITIONS if (table := getattr(embeddings, name, None)) is not None), None)
+    if positions is not None:
+        table = positions.weight if isinstance(positions, nn.Embedding) else positions
+        grid = (own_size[0] // patch_size[0], own_size[1] // patch_size[1])
+        if hasattr(embeddings, "max_rows"):
+            grid = (embeddings.max_rows, embeddings.max_cols)
+        positions = GridPositions(table, grid, **family.interpolation)
+    elif is_native:
+        positions = functools.partial(sincos_positions, config.hidden_size)
     rotary = None
     if rope := getattr(tower, "rope_embeddings", None):
         # In DINOv3, the coordinate of a patch is 2 * center - 1. The angle is 2 pi * coordinate * frequency.
         scale = (4 * torch.pi, 4 * torch.pi)
         shift = (-2 * torch.pi, -2 * torch.pi)
-        rotary = Rotary(float(rope.base), scale, shift, torch.arange(blocks[0].attention.head_dim))
-    has_pooled_output = family.output is not None and pooling.mode == base_pooling
+        head_dim = config.hidden_size // config.num_attention_heads
+        rotary = Rotary(float(rope.base), scale, shift, torch.arange(head_dim))
+    fields = {
+        "image_size": image_size,
+        "grid": (image_size[0] // patch_size[0], image_size[1] // patch_size[1]),
+        "patches": PatchEmbedding(projection, find(embeddings, ["rms_norm"])),
+        "patch_positions": positions,
+        "rotary": rotary,
+    }
+    return fields, options
+
+
+def _read_linear_patches(tower: nn.Module, projection: nn.Linear) -> Projection:
+    size = pair(tower.config.patch_size)
+    if not hasattr(tower, "input_conditioner"):
+        # SigLIP 2 NaFlex flattens the pixels of a patch with channels last.
+        return Projection(projection.weight.unflatten(1, (*size, -1)).permute(0, 3, 1, 2), projection.bias)
+    # C-RADIO flattens the pixels of a patch with channels first. Its pixel normalization is merged into the weights.
+    weight = projection.weight.unflatten(1, (-1, *size))
+    bias = projection.bias
+    conditioner = find(tower, ["input_conditioner"])
+    if conditioner is not None and (conditioner.norm_mean.any() or (conditioner.norm_std != 1).any()):
+        weight = weight / conditioner.norm_std.to(weight)
+        shift = -torch.einsum("ochw,cij->o", weight, conditioner.norm_mean.to(weight))
+        bias = shift if bias is None else bias + shift
+    return Projection(weight, bias)
+
+
+def _read_pooling(model: nn.Module, tower: nn.Module, family: Family, num_prefix_tokens: int, options: dict) -> dict:
+    """Return the fields of an `Anatomy` that describe the final norm, pooling, projection and classifier. `options`
+    are keyword arguments of the model."""
+    norm = find(tower, _FINAL_NORMS)
+    projection = getattr(model, "visual_projection", None)
+    classifier = getattr(model, "classifier", None)
+    if not isinstance(classifier, nn.Linear):
+        classifier = None
+    mode = family.pooling or tower.config.pooling
+    class_tokens = list(tower.config.summary_idxs) if family.output == "summary" else None
+    pooling = Pooling(mode, class_tokens)
+    head = getattr(tower, "head", None)
+    if classifier is not None and family.classifier_pooling:
+        pooling = Pooling(family.classifier_pooling, class_tokens)
+        if pooling.mode == "latent_mean":
+            # CLIP's classifier pools tokens without the final norm.
+            norm = None
+    elif mode == "attention":
+        # SigLIP and AIMv2 can be configured without a pooling head. The mean of the tokens is used in this case.
+        pooling = Pooling("mean") if head is None else Pooling("attention", head=read_head(head))
+    reason = None
+    if getattr(model, "distillation_classifier", None) is not None:
+        reason = "it averages two classifiers; pass its base model"
+    has_pooled_output = family.output is not None and pooling.mode == mode
 
     def embed(pixel_values: torch.Tensor) -> torch.Tensor:
-        outputs = call(tower, pixel_values)
+        outputs = family.call(tower, pixel_values=pixel_values, **options)
         if has_pooled_output:
             embedding = outputs[family.output]
+        elif pooling.mode == "cls":
+            embedding = outputs.last_hidden_state[:, 0]
         else:
-            embedding = pool(outputs.last_hidden_state, pooling.mode, num_prefix_tokens)
+            first = 0 if pooling.mode == "mean" else num_prefix_tokens
+            embedding = outputs.last_hidden_state[:, first:].mean(dim=1)
+            if pooling.mode == "cls_and_latent_mean":
+                embedding = torch.cat([outputs.last_hidden_state[:, 0], embedding], dim=1)
         return embedding if projection is None else projection(embedding)
 
     def run_classifier(pixel_values: torch.Tensor) -> torch.Tensor:
-        return call(model, pixel_values).logits
+        return family.call(model, pixel_values=pixel_values, **options).logits
 
-    return Anatomy(
-        tower,
-        blocks,
-        image_size=image_size,
-        grid=(image_size[0] // patch_size[0], image_size[1] // patch_size[1]),
-        **prefix,
-        patches=patches,
-        patch_positions=_read_positions(tower, family, own_size),
-        rotary=rotary,
-        pre_norm=find(tower, _PRE_NORMS),
-        norm=norm,
-        pooling=pooling,
-        projection=projection,
-        classifier=classifier,
-        embed=embed,
-        run_classifier=None if classifier is None else run_classifier,
-        unsupported_patches_reason=patches_reason,
-        unsupported_embedding_reason=embedding_reason,
-    )
-
-
-def _read_pooling(model: nn.Module, tower: nn.Module, family: Family, mode: str) -> Pooling:
-    if getattr(model, "distillation_classifier", None) is not None:
-        raise NotAPlainViT("it averages two classifiers; pass its base model")
-    class_tokens = list(tower.config.summary_idxs) if family.output == "summary" else None
-    if family.classifier_pooling and isinstance(getattr(model, "classifier", None), nn.Linear):
-        return Pooling(family.classifier_pooling, class_tokens)
-    if mode != "attention":
-        return Pooling(mode, class_tokens)
-    head = getattr(tower, "head", None)
-    # SigLIP and AIMv2 can be configured without a pooling head. The mean of the tokens is used in this case.
-    return Pooling("mean") if head is None else Pooling("attention", head=read_head(head))
-
-
-def _read_positions(
-    tower: nn.Module, family: Family, own_size: tuple[int, int]
-) -> Callable[[tuple[int, int]], torch.Tensor] | None:
-    embeddings = tower.embeddings
-    tables = [table for name in _POSITIONS if (table := getattr(embeddings, name, None)) is not None]
-    if tables:
-        table = tables[0].weight if isinstance(tables[0], nn.Embedding) else tables[0]
-        patch_size = pair(tower.config.patch_size)
-        grid = (own_size[0] // patch_size[0], own_size[1] // patch_size[1])
-        if hasattr(embeddings, "max_rows"):
-            grid = (embeddings.max_rows, embeddings.max_cols)
-        return GridPositions(table, grid, **family.interpolation)
-    if getattr(tower.config, "is_native", False):
-        return functools.partial(sincos_positions, tower.config.hidden_size)
-    return None
+    return {
+        "norm": norm,
+        "pooling": pooling,
+        "projection": projection,
+        "classifier": classifier,
+        "embed": embed,
+        "run_classifier": None if classifier is None else run_classifier,
+        "unsupported_embedding_reason": reason,
+    }
 
 
 def read_block(module: nn.Module) -> Block:
@@ -255,41 +300,34 @@ def read_block(module: nn.Module) -> Block:
     else:
         attention_scale = getattr(getattr(module, "layer_scale1", None), "lambda1", getattr(module, "lambda_1", None))
         mlp_scale = getattr(getattr(module, "layer_scale2", None), "lambda1", getattr(module, "lambda_2", None))
+    attention = find(module, _ATTENTIONS)
+    query_norm = find(attention, ["q_norm"])
+    if query_norm is not None and len(query_norm.weight) != attention.head_dim:
+        raise NotAPlainViT("it normalizes the queries and keys of all heads together")
+    mlp = find(module, _MLPS)
     return Block(
         module,
         attention_norm=find(module, _ATTENTION_NORMS),
-        attention=read_attention(find(module, _ATTENTIONS)),
+        attention=Attention(
+            query=attention.q_proj,
+            key=attention.k_proj,
+            value=attention.v_proj,
+            output=find(attention, _OUTPUTS),
+            num_heads=attention.q_proj.out_features // attention.head_dim,
+            query_norm=query_norm,
+            key_norm=find(attention, ["k_norm"]),
+            output_norm=find(attention, ["output_norm"]),
+        ),
         mlp_norm=find(module, _MLP_NORMS),
-        mlp=_read_mlp(find(module, _MLPS)),
+        mlp=MLP(
+            up=find(mlp, _UPS),
+            down=find(mlp, _DOWNS),
+            activation=activation_name(find(mlp, _ACTIVATIONS)),
+            gate=find(mlp, ["gate_proj"]),
+            norm=find(mlp, ["norm"]),
+        ),
         attention_scale=attention_scale,
         mlp_scale=mlp_scale,
-    )
-
-
-def read_attention(module: nn.Module) -> Attention:
-    """Read an attention module with four linear layers. Raise `NotAPlainViT` if a norm spans several heads."""
-    query_norm = find(module, ["q_norm"])
-    if query_norm is not None and len(query_norm.weight) != module.head_dim:
-        raise NotAPlainViT("it normalizes the queries and keys of all heads together")
-    return Attention(
-        query=module.q_proj,
-        key=module.k_proj,
-        value=module.v_proj,
-        output=find(module, _OUTPUTS),
-        num_heads=module.q_proj.out_features // module.head_dim,
-        query_norm=query_norm,
-        key_norm=find(module, ["k_norm"]),
-        output_norm=find(module, ["output_norm"]),
-    )
-
-
-def _read_mlp(module: nn.Module) -> MLP:
-    return MLP(
-        up=find(module, _UPS),
-        down=find(module, _DOWNS),
-        activation=activation_name(find(module, _ACTIVATIONS)),
-        gate=find(module, ["gate_proj"]),
-        norm=find(module, ["norm"]),
     )
 
 
@@ -303,82 +341,24 @@ def sincos_positions(hidden_size: int, grid: tuple[int, int], theta: float = 100
     return torch.cat([x.sin(), x.cos(), y.sin(), y.cos()], dim=1)
 
 
-def _read_patches(tower: nn.Module) -> PatchEmbedding:
-    norm = find(tower.embeddings, ["rms_norm"])
-    module = find(tower.embeddings, _PATCHES)
-    projection = find(module, ["projection"]) or module
-    if not isinstance(projection, nn.Linear):
-        return PatchEmbedding(check_patches(projection), norm)
-    size = pair(tower.config.patch_size)
-    bias = projection.bias
-    if not hasattr(tower, "input_conditioner"):
-        # SigLIP 2 NaFlex flattens the pixels of a patch with channels last.
-        weight = projection.weight.unflatten(1, (*size, -1)).permute(0, 3, 1, 2)
-        return PatchEmbedding(Projection(weight, bias), norm)
-    # C-RADIO flattens the pixels of a patch with channels first. Its pixel normalization is merged into the weights.
-    weight = projection.weight.unflatten(1, (-1, *size))
-    conditioner = find(tower, ["input_conditioner"])
-    if conditioner is not None and (conditioner.norm_mean.any() or (conditioner.norm_std != 1).any()):
-        weight = weight / conditioner.norm_std.to(weight)
-        shift = -torch.einsum("ochw,cij->o", weight, conditioner.norm_mean.to(weight))
-        bias = shift if bias is None else bias + shift
-    return PatchEmbedding(Projection(weight, bias), norm)
-
-
 def read_head(head: nn.Module) -> AttentionPooling:
     """Read the attention pooling of SigLIP, AIMv2 or a SparseFormer."""
-    if hasattr(head, "probe"):
-        module = head.attention
-        if isinstance(module, nn.MultiheadAttention):
-            query, key, value = split_linear(3, module.in_proj_weight, module.in_proj_bias)
-            attention = Attention(query, key, value, module.out_proj, module.num_heads)
-        else:
-            attention = read_attention(module)
-        mlp = None if head.mlp is None else _read_mlp(head.mlp)
-        return AttentionPooling(head.probe.view(1, -1), attention, head.layernorm, mlp)
-    # AIMv2 has no query projection, because it learns the query. An identity matrix replaces the projection.
-    query = Projection(torch.eye(head.cls_token.shape[-1]).to(head.cls_token))
-    attention = Attention(query, head.k_proj, head.v_proj, head.output_proj, head.num_heads)
-    return AttentionPooling(head.cls_token[0], attention)
-
-
-def _caller(tower: nn.Module, interpolates: bool) -> Callable:
-    """Return a function `(model, pixel_values)` that calls a model with the arguments that its family needs."""
-    options = {"interpolate_pos_encoding": True} if interpolates else {}
-    if tower.config.model_type == "vit_mae":
-        return functools.partial(_call_unmasked, **options)
-    if isinstance(getattr(tower.embeddings, "patch_embedding", None), nn.Linear):
-        return lambda model, pixel_values: model(**_naflex_inputs(pixel_values, tower.config.patch_size))
-    return lambda model, pixel_values: model(pixel_values=pixel_values, **options)
-
-
-def _call_unmasked(model: nn.Module, pixel_values: torch.Tensor, **options):
-    """Call a ViTMAE model without a mask.
-
-    ViTMAE sorts patches by noise and masks most patches. Ascending noise keeps the order of the patches, and a mask
-    ratio of 0 keeps all patches.
-    """
-    config = model.config
-    mask_ratio = config.mask_ratio
-    num_patches = (pixel_values.shape[2] // config.patch_size) * (pixel_values.shape[3] // config.patch_size)
-    noise = torch.arange(num_patches, device=pixel_values.device).expand(len(pixel_values), -1)
-    config.mask_ratio = 0.0
-    try:
-        return model(pixel_values, noise=noise, **options)
-    finally:
-        config.mask_ratio = mask_ratio
-
-
-def _naflex_inputs(pixel_values: torch.Tensor, patch_size: int) -> dict[str, torch.Tensor]:
-    """Convert images to the inputs of SigLIP 2 NaFlex. Patches are in row-major order, with channels last."""
-    patches = F.unfold(pixel_values, patch_size, stride=patch_size).mT
-    patches = patches.unflatten(-1, (-1, patch_size * patch_size)).mT.flatten(2)
-    grid = [pixel_values.shape[2] // patch_size, pixel_values.shape[3] // patch_size]
-    return {
-        "pixel_values": patches,
-        "pixel_attention_mask": torch.ones(patches.shape[:2], dtype=torch.int32, device=pixel_values.device),
-        "spatial_shapes": torch.tensor([grid] * len(pixel_values)),
-    }
+    if not hasattr(head, "probe"):
+        # AIMv2 has no query projection, because it learns the query. An identity matrix replaces the projection.
+        query = Projection(torch.eye(head.cls_token.shape[-1]).to(head.cls_token))
+        attention = Attention(query, head.k_proj, head.v_proj, head.output_proj, head.num_heads)
+        return AttentionPooling(head.cls_token[0], attention)
+    module = head.attention
+    if isinstance(module, nn.MultiheadAttention):
+        query, key, value = split_linear(3, module.in_proj_weight, module.in_proj_bias)
+        attention = Attention(query, key, value, module.out_proj, module.num_heads)
+    else:
+        num_heads = module.q_proj.out_features // module.head_dim
+        attention = Attention(module.q_proj, module.k_proj, module.v_proj, module.o_proj, num_heads)
+    mlp = None
+    if head.mlp is not None:
+        mlp = MLP(head.mlp.fc1, head.mlp.fc2, activation_name(find(head.mlp, _ACTIVATIONS)))
+    return AttentionPooling(head.probe.view(1, -1), attention, head.layernorm, mlp)
 
 
 def has_positions(model: nn.Module) -> bool:

@@ -109,7 +109,7 @@ def test_every_method_on_every_host(name):
     if kind.patches:
         images = make_example(anatomy)
         assert anatomy.embed(images).shape == (2, anatomy.embedding_size)
-        assert compute_feature_maps(anatomy, images)[0].shape == (2, anatomy.hidden_size, *anatomy.grid)
+        assert compute_feature_maps(anatomy, images)[0].shape == (2, 48, *anatomy.grid)
         if kind.resizes:
             resized = read_anatomy(make(name), (24, 16))
             assert (resized.image_size, resized.grid) == ((24, 16), (6, 4)) and parity(resized) < TOLERANCE
