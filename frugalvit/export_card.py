@@ -6,8 +6,8 @@ from PIL.Image import Resampling
 from transformers import PreTrainedModel
 
 from .exported import OUTPUTS, openvino_precision, program_file
+from .modeling.hub import TASKS, auto_class, model_card
 from .modeling.image_format import ImageFormat
-from .modeling.model_card import TASKS, auto_class, make_card
 from .training.cards import license_of
 from .training.files import split_revision
 from .training.text import format_markdown
@@ -60,7 +60,7 @@ def write_card(folder: Path, model: PreTrainedModel, image_format: ImageFormat, 
     if prints_label(report) and model.config.problem_type != "regression":
         logits = " The code prints the largest logit and its label; `frugalvit.Classifier` returns probabilities."
     warning = f"**It differs too much from the original**: {'; '.join(report['shortcomings'])}."
-    make_card(
+    model_card(
         model,
         f"{Path(base).name}, {report['format']}, {report['precision']}",
         f"{about}Run this code in the exported folder. {PACKAGES[report['format']]}{logits}",

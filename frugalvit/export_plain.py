@@ -6,8 +6,7 @@ from pathlib import Path
 from PIL.Image import Resampling
 from transformers import PreTrainedModel
 
-from .modeling.hub import image_processor_config
-from .modeling.model_card import make_card
+from .modeling.hub import image_processor_config, model_card
 from .training.cards import license_of
 from .training.files import split_revision, write_json
 from .training.preprocessing import ImageFormat
@@ -45,7 +44,7 @@ def write_plain_card(folder: Path, host: PreTrainedModel, size: tuple[int, int],
     found += f"{report['mean_cosine']:.4f}"
     if classifies:
         found += f", and {report['agreement']:.1%} get the same label"
-    make_card(
+    model_card(
         host,
         f"{Path(base).name}, {size[0]} x {size[1]} pixels",
         f"A SparseFormer of frugalvit, written as a {loader}. It needs neither frugalvit nor its code:",

@@ -24,8 +24,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from .architectures import load_saved_model
 from .command_line import Options, argument, read_options
-from .modeling.hub import HubModel
-from .modeling.model_card import auto_class, model_card
+from .modeling.hub import HubModel, auto_class, model_card
 from .modeling.notebook import write_notebook
 from .training.files import (
     COMPANIONS,

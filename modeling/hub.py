@@ -8,7 +8,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, ModelCard, ModelCardData
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
@@ -18,6 +18,14 @@ from ..configuration.configuration_base import HubMixin, pair
 logger = logging.get_logger(__name__)
 _RELATIVE_IMPORT = re.compile(r"^from\s+(\.+[\w.]*)\s+import\s", re.MULTILINE)
 _CONFIGURATION_IMPORT = re.compile(r"^(from )\.\.configuration\.", re.MULTILINE)
+# Task on the Hugging Face Hub for each Auto class.
+TASKS = {
+    "AutoModel": "image-feature-extraction",
+    "AutoModelForImageClassification": "image-classification",
+    "AutoModelForImageTextToText": "image-text-to-text",
+    "AutoModelForSemanticSegmentation": "image-segmentation",
+    "AutoModelForZeroShotImageClassification": "zero-shot-image-classification",
+}
 
 
 def source_files(module_name: str) -> dict[str, str]:
@@ -82,8 +90,8 @@ class HubModel(HubMixin, PreTrainedModel):
     def save_pretrained(self, save_directory, is_main_process=True, push_to_hub=False, repo_id=None, **kwargs):
         """Save the source files of the model and everything that `PreTrainedModel.save_pretrained` saves.
 
-        An image processor configuration, files for sentence-transformers and a model card (if frugalvit is installed)
-        are added. Existing files of these kinds are kept. If the model has adapters, only the adapters are saved.
+        An image processor configuration, files for sentence-transformers and a model card are added. Existing files
+        of these kinds are kept. If the model has adapters, only the adapters are saved.
         """
         folder = Path(save_directory)
         names = ("commit_message", "commit_description", "private", "revision", "create_pr")
@@ -108,12 +116,7 @@ class HubModel(HubMixin, PreTrainedModel):
                     text = json.dumps(content, indent=2, sort_keys=True) + "\n"
                     (folder / name).write_text(text, encoding="utf-8")
             if not (folder / "README.md").exists():
-                try:
-                    from frugalvit.modeling.model_card import model_card
-
-                    model_card(self).save(folder / "README.md")
-                except ModuleNotFoundError:
-                    pass
+                model_card(self).save(folder / "README.md")
         if push_to_hub and is_main_process:
             self.push_to_hub(repo_id or folder.name, token=kwargs.get("token"), **upload)
 
@@ -169,3 +172,73 @@ class HubModel(HubMixin, PreTrainedModel):
                 pass
             commit |= {"repo_id": repo_id, "folder_path": folder, "revision": revision, "ignore_patterns": keeps}
             return api.upload_folder(**{"commit_message": "Upload model"} | commit)
+
+
+def auto_class(model: PreTrainedModel) -> str:
+    """Return the most specific Auto class that loads a model from a folder or the hub. For a backbone, return
+    `AutoModel`, which loads the base model, because `AutoBackbone.from_pretrained` accepts no folders."""
+    # FSDP2 adds the prefix `FSDP` to the names of classes.
+    name = type(model).__name__.removeprefix("FSDP")
+    if not isinstance(model, HubModel):
+        if name.endswith("ForSemanticSegmentation"):
+            return "AutoModelForSemanticSegmentation"
+        is_clip = hasattr(model, "get_text_features")
+        return "AutoModelForZeroShotImageClassification" if is_clip else "AutoModelForImageClassification"
+    names = [auto for auto, own in model.auto_classes.items() if own == name and auto in TASKS]
+    return names[-1] if names else "AutoModel"
+
+
+def code_examples(model: PreTrainedModel) -> list[str]:
+    """Return Python code that loads a model and its processor. For models with an embedding, also return code that
+    computes embeddings with sentence-transformers. `model` is a model of this package, or an image classifier or CLIP
+    of Transformers."""
+    name = type(model).__name__.removeprefix("FSDP")
+    loader = auto_class(model)
+    both = loader in ("AutoModelForImageTextToText", "AutoModelForZeroShotImageClassification")
+    processor = "AutoProcessor" if both else "AutoImageProcessor"
+    remote = ", trust_remote_code=True" if isinstance(model, HubModel) else ""
+    lines = [f"from transformers import {', '.join(sorted([loader, processor]))}", ""]
+    if name.endswith("Backbone"):
+        lines = [f"from frugalvit import {name}", f"from transformers import {processor}", ""]
+        loader = name
+        remote = ""
+    # The processor class of a LLaVA is remote code, like the model class.
+    own = remote if loader == "AutoModelForImageTextToText" else ""
+    lines += [f'processor = {processor}.from_pretrained("path/or/id"{own})']
+    lines += [f'model = {loader}.from_pretrained("path/or/id"{remote})']
+    if name.endswith("Backbone"):
+        lines += ['maps = model(**processor(image, return_tensors="pt")).feature_maps']
+    examples = ["\n".join(lines)]
+    searches = auto_class(model) in ("AutoModel", "AutoModelForZeroShotImageClassification")
+    if searches and getattr(model, "embeds", None):
+        texts = '\ntexts = searcher.encode(["a photo of a ship"])' if "text" in model.embeds else ""
+        examples.append(f"""from sentence_transformers import SentenceTransformer
+
+searcher = SentenceTransformer("path/or/id", trust_remote_code=True)
+embeddings = searcher.encode([image]){texts}""")
+    return examples
+
+
+def model_card(model: PreTrainedModel, title: str = "", *paragraphs: str, **metadata) -> ModelCard:
+    """Return a model card.
+
+    Args:
+        model (`PreTrainedModel`): A model of this package, or an image classifier or CLIP of Transformers.
+        title (`str`, *optional*): Default: the name of the model's class.
+        paragraphs (`str`, *optional*): Text of the card. Empty paragraphs are left out. By default, the card has the
+            model's size and code examples, without measured results.
+        metadata: Fields of `ModelCardData`.
+    """
+    model_type = model.config.model_type
+    if not paragraphs:
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+        paragraphs = [
+            f"A {model_type} model with {parameters:,} parameters. This card has no measured results.",
+            inspect.getdoc(type(model)) or "" if isinstance(model, HubModel) else "",
+            *(f"```python\n{code}\n```" for code in code_examples(model)),
+        ]
+    data = {"library_name": "transformers", "pipeline_tag": TASKS[auto_class(model)]} | metadata
+    data["tags"] = ["frugalvit", model_type, *data.get("tags", ())]
+    title = title or type(model).__name__.removeprefix("FSDP")
+    text = "\n\n".join(filter(None, (f"# {title}", *paragraphs)))
+    return ModelCard(f"---\n{ModelCardData(**data).to_yaml()}\n---\n\n{text}\n")

@@ -3,8 +3,7 @@
 import json
 from pathlib import Path
 
-from .hub import HubModel
-from .model_card import TASKS, auto_class, class_name, code_examples
+from .hub import TASKS, HubModel, auto_class, code_examples
 
 
 PICTURE = "http://images.cocodataset.org/val2017/000000039769.jpg"
@@ -58,7 +57,7 @@ def write_notebook(model: HubModel, folder: str | Path, name: str):
         return
     load, *_ = code_examples(model)
     codes = [load.replace("path/or/id", name), IMAGE, PREDICT[task], CHOOSE, DRAW]
-    cells = [{"cell_type": "markdown", "source": INTRODUCTION.format(class_name(model))}]
+    cells = [{"cell_type": "markdown", "source": INTRODUCTION.format(type(model).__name__)}]
     cells += [{"cell_type": "code", "source": code, "execution_count": None, "outputs": []} for code in codes]
     cells = [cell | {"id": f"cell-{number}", "metadata": {}} for number, cell in enumerate(cells)]
     kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from huggingface_hub import EvalResult, ModelCard, try_to_load_from_cache
 
-from ..modeling.model_card import TASKS, auto_class, code_examples, make_card
+from ..modeling.hub import TASKS, auto_class, code_examples, model_card
 from .arguments import DataArguments
 from .choices import OPEN_CLIP, SUBSET
 from .files import split_revision
@@ -81,7 +81,7 @@ def write_card(folder: Path, model, summary: str, metrics: dict[str, float], tra
     if args.command:
         names = [*data.dataset, *(data.eval_dataset or ())] if data else []
         paragraphs.append(f"Made by\n\n```\n{portable_command(args.command, names)}\n```")
-    make_card(
+    model_card(
         model,
         name,
         *paragraphs,
