@@ -10,12 +10,17 @@ from pathlib import Path
 
 from accelerate.utils import set_seed
 from clip_tables import answer_accuracy, make_llava, train_answers
-from transformers import AutoModelForImageClassification, LlavaForConditionalGeneration, LlavaProcessor
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForImageClassification,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+)
 
 from frugalvit import SparseFormerLlavaForConditionalGeneration, SparseFormerLlavaProcessor, checkpoint_path
 from frugalvit.training.choices import SUBSET
 from frugalvit.training.data import load_images
-from frugalvit.training.loading import load_processor
+from frugalvit.training.loading import load_pretrained
 from shared import make_parser
 
 
@@ -45,7 +50,7 @@ def untrained_llava() -> tuple[LlavaForConditionalGeneration, LlavaProcessor]:
     llava, processor = make_llava(
         AutoModelForImageClassification.from_pretrained(vit).vit,
         shipped.config.text_config,
-        load_processor(vit),
+        load_pretrained(AutoImageProcessor, vit),
         SparseFormerLlavaProcessor.from_pretrained(speaker).tokenizer,
     )
     llava.model.language_model.load_state_dict(shipped.model.language_model.state_dict())

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 import frugalvit
 
@@ -14,7 +14,7 @@ from .configuration.configuration_sparseformer import SparseFormerProjectionConf
 from .exported import ExportedModule
 from .modeling.modeling_sparseformer import SparseFormerVisionModelWithProjection
 from .training.files import split_revision
-from .training.loading import Task, load_config, load_model, loading_errors, vision_config_of
+from .training.loading import Task, load_model, load_pretrained, loading_errors
 
 
 # Error messages describe the expected kind of model with these words.
@@ -43,10 +43,10 @@ def architecture_of(name: str) -> tuple[type[PreTrainedModel], PreTrainedConfig]
         close = ", ".join(difflib.get_close_matches(name, known, n=3, cutoff=0.5))
         hint = f"Did you mean: {close}?" if close else "`frugalvit info` lists the variants."
         raise ValueError(f"{name!r} is no variant of the papers and no model folder. {hint}")
-    config = load_config(name, COUNTED)
+    config = load_pretrained(AutoConfig, name, COUNTED)
     with loading_errors(name, COUNTED):
         found = model_class(config)
-    vision = vision_config_of(config)
+    vision = getattr(config, "vision_config", config)
     if not hasattr(vision, "image_size") or not hasattr(vision, "num_channels"):
         raise ValueError(f"{name!r} is a {found.__name__}, expected a vision model with images of one size.")
     return found, config
@@ -54,7 +54,7 @@ def architecture_of(name: str) -> tuple[type[PreTrainedModel], PreTrainedConfig]
 
 def image_side(model: PreTrainedModel) -> PreTrainedModel:
     """Return the vision model inside a CLIP or a LLaVA. Any other model is returned unchanged."""
-    if vision_config_of(model.config) is not model.config:
+    if hasattr(model.config, "vision_config"):
         side = model.vision_model if hasattr(model, "vision_model") else model.model.vision_tower
         # A `SparseFormerGridTower` stores its SparseFormer in the attribute `tower`.
         return getattr(side, "tower", side)
@@ -71,10 +71,12 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     return found
 
 
-def load_saved_model(name: str | os.PathLike, device: str | torch.device = "cpu") -> PreTrainedModel:
+def load_saved_model(
+    name: str | os.PathLike, device: str | torch.device = "cpu", device_map: str | None = None
+) -> PreTrainedModel:
     """Load a model with the class that its configuration names. See `load_model` for arguments and errors."""
     task = Task("a model of frugalvit or Transformers", model_class, processor_class=None, needs_rgb=False)
-    return load_model(name, task, device)[0]
+    return load_model(name, task, device, device_map=device_map)[0]
 
 
 def has_rois(model: PreTrainedModel) -> bool:

@@ -16,7 +16,7 @@ from .modeling.modeling_patch_sparseformer import (
     PatchSparseFormerVisionModel,
     PatchSparseFormerVisionModelWithProjection,
 )
-from .training.loading import load_model, vision_config_of
+from .training.loading import load_model
 from .training.preprocessing import size_made_by
 
 
@@ -113,7 +113,8 @@ def as_teacher(anatomy: Anatomy, **others) -> Baseline:
 def load_teacher(folder: str, *options, **more) -> tuple[Anatomy, object]:
     """Load a plain vision transformer. Return its `Anatomy` and image processor. See `load_model` for arguments."""
     model, image_processor = load_model(folder, "image-feature-extraction", *options, **more)
-    if is_sparseformer(vision_config_of(getattr(model, "config", None))):
+    config = getattr(model, "config", None)
+    if is_sparseformer(getattr(config, "vision_config", config)):
         raise ValueError(f"The first model is {folder}, a student; expected its teacher, a plain vision transformer.")
     anatomy = read_anatomy(model.requires_grad_(False), size_made_by(image_processor))
     anatomy.require_plain("compare students with", embeds=True)

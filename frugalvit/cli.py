@@ -10,7 +10,7 @@ from pathlib import Path
 
 from .training.arguments import user_message
 from .training.choices import OPEN_CLIP
-from .training.files import end_on_sigterm, find_model
+from .training.files import HUB_ID, end_on_sigterm, split_revision, unknown_model
 
 
 # Module and one-line help of each command. The module is imported when the command runs.
@@ -52,9 +52,11 @@ def wrong_name(command: str, words: list[str]) -> str | None:
     for option, name in itertools.pairwise(parts):
         if option in MODEL_OPTIONS and not name.startswith(OPEN_CLIP):
             try:
-                find_model(name)
+                found, _ = split_revision(name)
             except ValueError as error:
                 return str(error)
+            if not Path(found).exists() and not HUB_ID.fullmatch(found):
+                return str(unknown_model(found))
     images = itertools.takewhile(lambda word: not word.startswith("-"), words) if command == "predict" else ()
     missing = [name for name in images if not any(sign in name for sign in "*?[:") and not Path(name).exists()]
     return f"there is no image {missing[0]!r}." if missing else None

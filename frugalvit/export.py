@@ -10,6 +10,7 @@ from pathlib import Path
 import datasets
 import torch
 import torch.nn.functional as F
+from transformers import AutoImageProcessor
 
 from .architectures import has_rois, load_saved_model
 from .command_line import OutputOptions, SplitOptions, TokenOptions, argument, read_options
@@ -38,7 +39,7 @@ from .training.arguments import POSITIVE
 from .training.cards import share_error
 from .training.data import class_names, load_images, sample, split_names
 from .training.files import atomic_directory, check_output_outside_input, write_json
-from .training.loading import load_processor, vision_config_of
+from .training.loading import load_pretrained
 from .training.scores import check_scores
 from .training.text import format_table
 from .version import __version__
@@ -104,11 +105,11 @@ def export_model(options: ExportOptions) -> dict[str, object]:
     """Export a model, compare the programs with the model, and write the folder. Return the contents of `report.json`.
     If the outputs differ too much and `force` is not set, raise a ValueError."""
     model = load_saved_model(options.model)
-    image_processor = load_processor(options.model)
+    image_processor = load_pretrained(AutoImageProcessor, options.model)
     image_format = ImageFormat.from_processor(image_processor)
     # The programs take images of the size that the image processor outputs. In DINOv2, `config.image_size` is larger
     # than this size, because it is the size for position embeddings.
-    vision = vision_config_of(model.config)
+    vision = getattr(model.config, "vision_config", model.config)
     if pair(vision.image_size) != image_format.size:
         vision.image_size = list(image_format.size)
     name = type(model).__name__
@@ -173,10 +174,10 @@ def export_plain(options: ExportOptions) -> dict[str, object]:
         raise ValueError(f"format {PLAIN} is for students with an inherited start; got a {type(student).__name__}.")
     choose_tokens(student, options.num_tokens, None)
     host = student.to_plain_vit()
-    size = getattr(vision_config_of(host.config), "image_size", None)
+    size = getattr(getattr(host.config, "vision_config", host.config), "image_size", None)
     if size is None:
         raise ValueError(f"format {PLAIN} needs images of one size; a {type(host).__name__} takes patches of any.")
-    image_processor = load_processor(options.model)
+    image_processor = load_pretrained(AutoImageProcessor, options.model)
     anatomy = read_anatomy(host)
     part = Part(student, "model")
     name = next(iter(part(**part.example(1))))
@@ -185,7 +186,7 @@ def export_plain(options: ExportOptions) -> dict[str, object]:
     with atomic_directory(options.output, options.overwrite) as folder:
         host.save_pretrained(folder)
         write_smaller_processor(folder, ImageFormat.from_processor(image_processor), pair(size))
-        processors = (image_processor, load_processor(folder))
+        processors = (image_processor, load_pretrained(AutoImageProcessor, folder))
         views = zip(*(image_batches(each, images, BATCH_SIZE, skip_corrupt=True) for each in processors), strict=True)
         report = compare_outputs(
             lambda pixel_values, smaller: part(pixel_values),

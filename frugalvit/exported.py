@@ -16,13 +16,13 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel, exporters
+from transformers import AutoImageProcessor, PreTrainedConfig, PreTrainedModel, exporters
 from transformers.utils import ModelOutput
 
 from .configuration.configuration_base import is_sparseformer, pair
 from .export_int8 import quantize
 from .training.files import write_json
-from .training.loading import load_model, load_processor, vision_config_of
+from .training.loading import load_model, load_pretrained
 from .training.text import first_line
 
 
@@ -80,7 +80,7 @@ class Part(nn.Module):
             text = self.model.config.text_config
             ids = torch.randint(text.vocab_size, (batch_size, text.max_position_embeddings), generator=generator)
             return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        vision = vision_config_of(self.model.config)
+        vision = getattr(self.model.config, "vision_config", self.model.config)
         shape = (batch_size, vision.num_channels, *pair(vision.image_size))
         return {"pixel_values": torch.randn(shape, generator=generator)}
 
@@ -102,7 +102,7 @@ class Part(nn.Module):
 
 def num_tokens_of(model: PreTrainedModel) -> int | None:
     """Return the number of latent tokens of a model's SparseFormer, or `None` if the model has no SparseFormer."""
-    config = vision_config_of(model.config)
+    config = getattr(model.config, "vision_config", model.config)
     return config.default_num_tokens if is_sparseformer(config) else None
 
 
@@ -178,7 +178,7 @@ def program_config(model: PreTrainedModel, precision: str) -> dict[str, object]:
     config = model.config
     num_tokens = num_tokens_of(model)
     name = type(model).__name__
-    vision = vision_config_of(config)
+    vision = getattr(config, "vision_config", config)
     segments = name.endswith("SemanticSegmentation")
     return {
         "model_type": "segformer" if segments else "vit" if vision is config else "clip",
@@ -338,7 +338,7 @@ def load_classifier(
     if not is_exported(name):
         return load_model(name, "image-classification", device, trust_remote_code)
     kind = "an image classifier"
-    return load_exported(name, device, kind, ["logits"]), load_processor(name, kind)
+    return load_exported(name, device, kind, ["logits"]), load_pretrained(AutoImageProcessor, name, kind)
 
 
 def _runner_options(name: str, precision: str) -> dict[str, object]:

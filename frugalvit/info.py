@@ -7,8 +7,9 @@ from pathlib import Path
 
 import torch
 from tqdm import tqdm
+from transformers import AutoImageProcessor
 
-from .architectures import COUNTED, architecture_of, image_side, variants
+from .architectures import COUNTED, architecture_of, image_side, load_saved_model, variants
 from .baselines import WithTokens
 from .command_line import Options, argument, read_options
 from .configuration.configuration_base import is_sparseformer, pair
@@ -16,7 +17,7 @@ from .macs import count_macs
 from .speed import images_per_second
 from .training.arguments import POSITIVE
 from .training.files import shipped_checkpoints, split_revision
-from .training.loading import check_complete, choose_device, load_processor, loading_errors
+from .training.loading import choose_device, load_pretrained, loading_errors
 from .training.preprocessing import size_made_by
 from .training.text import format_table
 
@@ -73,10 +74,7 @@ def describe(name: str) -> dict[str, object]:
     folder = Path(split_revision(name)[0])
     if folder.is_dir():
         # On the meta device, only the header of the weights file is read.
-        options = {"device_map": "meta", "ignore_mismatched_sizes": True, "output_loading_info": True}
-        with loading_errors(name, COUNTED):
-            model, report = architecture.from_pretrained(folder, **options)
-        check_complete(name, model, report)
+        model = load_saved_model(name, device_map="meta")
     else:
         with loading_errors(name, COUNTED), torch.device("meta"):
             model = architecture._from_config(config)
@@ -84,7 +82,7 @@ def describe(name: str) -> dict[str, object]:
     height, width = pair(vision.config.image_size)
     if vision.config.model_type.startswith("dinov2") and (folder / "preprocessor_config.json").is_file():
         # DINOv2's `config.image_size` is the size for position embeddings. The image processor outputs smaller images.
-        height, width = size_made_by(load_processor(folder, COUNTED))
+        height, width = size_made_by(load_pretrained(AutoImageProcessor, folder, COUNTED))
     if is_sparseformer(vision.config):
         tokens = vision.config.default_num_tokens + vision.config.num_prefix_tokens
     else:

@@ -20,7 +20,7 @@ from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled
 from huggingface_hub.utils import validate_repo_id
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoImageProcessor, PreTrainedConfig, PreTrainedModel
 
 from .architectures import load_saved_model
 from .command_line import Options, argument, read_options
@@ -35,7 +35,7 @@ from .training.files import (
     split_revision,
     strip_auto_map,
 )
-from .training.loading import load_processor
+from .training.loading import load_pretrained
 from .without_package import outputs_of
 
 
@@ -187,7 +187,7 @@ def check_code(path: Path, part: dict) -> dict:
 def check_outputs(folder: Path):
     """Raise a ValueError if, without frugalvit, a folder's model does not load or has different outputs."""
     model = load_saved_model(folder)
-    image_processor = load_processor(folder)
+    image_processor = load_pretrained(AutoImageProcessor, folder)
     images = [Image.effect_noise((64, 64), 50).convert("RGB") for _ in range(2)]
     inputs = {"pixel_values": image_processor(images, return_tensors="pt")["pixel_values"]}
     if isinstance(text := getattr(model.config, "text_config", None), PreTrainedConfig):

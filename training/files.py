@@ -16,6 +16,8 @@ from importlib.resources import files
 from pathlib import Path
 
 
+# Form of a hub id, owner/name.
+HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 # Models that are only in a clone of the repository, because they are too large for the wheel (see setup.py).
 IN_A_CLONE = ("caltech101-sparseformer", "caltech101-vit")
 # Recipes by name: YAML files of arguments, one for each row of the papers' tables.
@@ -60,24 +62,19 @@ def split_revision(name: str | os.PathLike) -> tuple[str, dict[str, str]]:
     return hub_id, {"revision": revision} if at else {}
 
 
-def find_model(name: str | os.PathLike) -> tuple[str, dict[str, str]]:
-    """Check that a name is a folder or has the form of a hub id, and return the result of `split_revision`.
-
-    Raises:
-        ValueError: If the name is not a folder and does not have the form of a hub id. The hub is not contacted.
-    """
-    found, revision = split_revision(name)
-    if os.path.exists(found) or re.fullmatch(r"\w[\w.-]*/[\w.-]+", found):
-        return found, revision
+def unknown_model(found: str) -> ValueError:
+    """Return the error for a name that is neither a folder nor a hub id. The hub is not contacted."""
     if found in RECIPES:
         command = re.search(r"^command: (\S+)", read_text(RECIPES[found]), re.MULTILINE)[1]
-        raise ValueError(f"{found!r} is a recipe without weights; train it by `frugalvit {command} --config {found}`.")
+        return ValueError(
+            f"{found!r} is a recipe without weights; train it by `frugalvit {command} --config {found}`."
+        )
     if "/" in found or found.startswith((".", "~")):
-        raise ValueError(f"There is no folder {found!r}.")
+        return ValueError(f"There is no folder {found!r}.")
     shipped = shipped_checkpoints()
     close = difflib.get_close_matches(found, shipped, n=3)
     hint = f"did you mean {' or '.join(close)}?" if close else f"these ship: {', '.join(shipped)}."
-    raise ValueError(
+    return ValueError(
         f"There is no model {found!r}, expected a folder, a hub id, owner/name, or one that ships; {hint}"
     )
 

@@ -24,7 +24,6 @@ from transformers import (
     AutoModelForSemanticSegmentation,
     AutoProcessor,
     PreTrainedConfig,
-    PreTrainedModel,
 )
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
@@ -33,7 +32,7 @@ from ..configuration.configuration_base import pair
 from ..modeling import modeling_patch_sparseformer, modeling_sparseformer
 from ..modeling.context_broadcast_hosts import load_context_broadcast
 from .choices import OPEN_CLIP
-from .files import find_model
+from .files import HUB_ID, split_revision, unknown_model
 from .text import shortened
 
 
@@ -156,44 +155,41 @@ def load_model(
         task = TASKS[task]
     if task is TASKS["image-feature-extraction"] and given.startswith(OPEN_CLIP):
         return _load_open_clip(given.removeprefix(OPEN_CLIP), device)
-    device = choose_device(device and str(device))
-    options = {"dtype": dtype}
-    is_placed = bool(device_map or quantize)
-    if is_placed:
-        options["device_map"] = device_map or {"": device}
-    if quantize:
-        options["quantization_config"] = transformers.BitsAndBytesConfig(
-            load_in_4bit=quantize == "4bit",
-            load_in_8bit=quantize == "8bit",
-            bnb_4bit_compute_dtype=dtype,
-            bnb_4bit_quant_type="nf4",
-            # The vision tower, the projector and the language model's head are not quantized.
-            llm_int8_skip_modules=[".*vision_tower", ".*multi_modal_projector", "lm_head"],
-        )
-    config = load_config(given, task.kind, trust_remote_code)
+    device = choose_device(device)
+    config = load_pretrained(AutoConfig, given, task.kind, trust_remote_code)
     with loading_errors(given, task.kind):
         if model_types and config.model_type not in model_types:
             raise ValueError(f"it is a {config.model_type}, expected one of {', '.join(model_types)}")
         model_class = task.choose_class(config)
-    if model_class.__name__.startswith("Auto"):
-        # `trust_remote_code` is only an argument of Auto classes.
-        options["trust_remote_code"] = trust_remote_code
+    options = {"dtype": dtype, "ignore_mismatched_sizes": True, "output_loading_info": True}
+    is_placed = bool(device_map or quantize)
+    if is_placed:
+        options["device_map"] = device_map or {"": device}
+    if quantize:
+        options["quantization_config"] = quantization_config(quantize, dtype)
     if "pooler" in task.optional_weights and "add_pooling_layer" in inspect.signature(model_class.__init__).parameters:
         options["add_pooling_layer"] = False
     if model_args := getattr(config, "model_args", None):
         # The number of classes is removed from `model_args`, because Transformers would pass the number to timm twice.
         options["model_args"] = {key: value for key, value in model_args.items() if key != "num_classes"}
-    model, report = load_weights(model_class, given, task.kind, **options)
-    check_complete(given, model, report, task.optional_weights)
+    model, report = load_pretrained(model_class, given, task.kind, trust_remote_code, **options)
+    problems = {
+        "its checkpoint lacks": report["missing_keys"],
+        "its model class does not use": report["unexpected_keys"],
+        "its checkpoint has other shapes of": {key for key, *_ in report["mismatched_keys"]},
+    }
+    for problem, found in problems.items():
+        if keys := sorted(key for key in found if task.optional_weights.isdisjoint(key.split("."))):
+            raise ValueError(f"{given!r} is no complete {type(model).__name__}: {problem} {shortened(keys)}.")
     if not is_placed:
         model.to(device)
     model.eval()
-    channels = getattr(vision_config_of(model.config), "num_channels", 3)
+    channels = getattr(getattr(model.config, "vision_config", model.config), "num_channels", 3)
     if task.needs_rgb and channels != 3:
         raise ValueError(f"{given!r} takes images of {channels} channels; files are read as RGB.")
     if task.processor_class is None:
         return model, None
-    processor = load_processor(given, task.kind, trust_remote_code, task.processor_class)
+    processor = load_pretrained(task.processor_class, given, task.kind, trust_remote_code)
     tower = getattr(getattr(model, "model", None), "vision_tower", None)
     if task is not TASKS["image-feature-extraction"] or tower is None:
         return model, processor
@@ -220,7 +216,7 @@ def _load_open_clip(name: str, device: str | torch.device | None) -> tuple[nn.Mo
 
     has_weights = name.startswith(("hf-hub:", "local-dir:"))
     model_name, _, pretrained = (name, "", None) if has_weights else name.partition(":")
-    device = choose_device(device and str(device))
+    device = choose_device(device)
     for path in Path(name.removeprefix("local-dir:")).glob("*") if has_weights else ():
         if path.is_fifo():
             raise ValueError(f"{str(path)!r} is a pipe, expected a file.")
@@ -229,52 +225,47 @@ def _load_open_clip(name: str, device: str | torch.device | None) -> tuple[nn.Mo
     return model.float().eval(), open_clip_image_processor(model)
 
 
-def load_config(name: str | os.PathLike, kind: str, trust_remote_code: bool = False, **fields) -> PreTrainedConfig:
-    """Load a model's configuration. The values in `fields` replace saved values. See `load_model` for arguments and
-    errors."""
-    found, revision = find_model(name)
-    with loading_errors(name, kind):
-        return AutoConfig.from_pretrained(found, trust_remote_code=trust_remote_code, **revision, **fields)
+def quantization_config(name: str, dtype: torch.dtype) -> transformers.BitsAndBytesConfig:
+    """Return the configuration that quantizes a VLM's language model, except for its head. The vision tower and the
+    projector are not quantized. See `load_model` for `quantize` and `dtype`."""
+    return transformers.BitsAndBytesConfig(
+        load_in_4bit=name == "4bit",
+        load_in_8bit=name == "8bit",
+        bnb_4bit_compute_dtype=dtype,
+        bnb_4bit_quant_type="nf4",
+        llm_int8_skip_modules=[".*vision_tower", ".*multi_modal_projector", "lm_head"],
+    )
 
 
-def load_weights(model_class: type, name: str | os.PathLike, kind: str, **options) -> tuple[PreTrainedModel, dict]:
-    """Load a model by `model_class.from_pretrained(name, **options)`, with Context Broadcasting if the saved model has
-    it. Return the model and the report of missing, unexpected and mismatched weights. No error is raised for such
-    weights."""
-    found, revision = find_model(name)
-    options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
-    with loading_errors(name, kind):
-        model, report = model_class.from_pretrained(found, **revision, **options)
-        if getattr(model.config, "context_broadcast", None):
-            load_context_broadcast(model, found, report)
-    return model, report
-
-
-def load_processor(
-    name: str | os.PathLike,
-    kind: str = "a model",
-    trust_remote_code: bool = False,
-    processor_class: type = AutoImageProcessor,
+def load_pretrained(
+    loader: type, name: str | os.PathLike, kind: str = "a model", trust_remote_code: bool = False, **options
 ):
-    """Load a model's processor by the Auto class `processor_class`. See `load_model` for arguments and errors."""
-    found, revision = find_model(name)
+    """Return `loader.from_pretrained(name, **options)`. If `loader` also returns a report of missing, unexpected and
+    mismatched weights (`output_loading_info`), Context Broadcasting is inserted into a model that was saved with it.
+
+    Args:
+        loader (`type`): A class or an Auto class of configurations, models, processors or tokenizers.
+        name (`str` or `os.PathLike`): See `load_model`.
+        kind (`str`, *optional*, defaults to `"a model"`): Expected kind of model, with an article, for messages.
+        trust_remote_code (`bool`, *optional*, defaults to `False`): See `load_model`.
+        options: Further arguments of `from_pretrained`.
+
+    Raises:
+        ValueError: If loading fails. The message is one line.
+    """
+    found, revision = split_revision(name)
+    if not (os.path.exists(found) or HUB_ID.fullmatch(found)):
+        raise unknown_model(found)
+    if loader.__name__.startswith("Auto"):
+        # `trust_remote_code` is only an argument of Auto classes. Without it, they would ask on stdin.
+        options["trust_remote_code"] = trust_remote_code
     with loading_errors(name, kind):
-        return processor_class.from_pretrained(found, trust_remote_code=trust_remote_code, **revision)
-
-
-def check_complete(
-    name: str | os.PathLike, model: PreTrainedModel, report: dict, optional_weights: frozenset[str] = frozenset()
-):
-    """Raise a ValueError if the `report` of `from_pretrained` lists missing, unused or mismatched weights."""
-    problems = {
-        "its checkpoint lacks": report["missing_keys"],
-        "its model class does not use": report["unexpected_keys"],
-        "its checkpoint has other shapes of": {key for key, *_ in report["mismatched_keys"]},
-    }
-    for problem, found in problems.items():
-        if keys := sorted(key for key in found if optional_weights.isdisjoint(key.split("."))):
-            message = f"{os.fspath(name)!r} is no complete {type(model).__name__}: {problem} {shortened(keys)}."
-            raise ValueError(message)
+        loaded = loader.from_pretrained(found, **revision, **options)
+        if options.get("output_loading_info"):
+            model, report = loaded
+            if getattr(model.config, "context_broadcast", None):
+                load_context_broadcast(model, found, report)
+    return loaded
 
 
 @contextmanager
@@ -307,7 +298,7 @@ def loading_errors(name: str | os.PathLike, kind: str):
             logging.enable_progress_bar()
 
 
-def choose_device(name: str | None = None) -> torch.device:
+def choose_device(name: str | torch.device | None = None) -> torch.device:
     """Return the device `name`. The default is an accelerator if there is one, otherwise the CPU.
 
     Raises:
@@ -319,11 +310,5 @@ def choose_device(name: str | None = None) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device).cpu()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise ValueError(f"The device {name!r} cannot be used here ({shorten(str(error), 300)}).") from error
+        raise ValueError(f"The device '{name}' cannot be used here ({shorten(str(error), 300)}).") from error
     return device
-
-
-def vision_config_of(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the vision part of the configuration of a CLIP or a LLaVA. Return other configurations unchanged."""
-    vision = getattr(config, "vision_config", None)
-    return vision if isinstance(vision, PreTrainedConfig) else config

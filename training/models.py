@@ -4,7 +4,13 @@ import inspect
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForImageClassification, PreTrainedConfig, ViTImageProcessor
+from transformers import (
+    AutoConfig,
+    AutoImageProcessor,
+    AutoModelForImageClassification,
+    PreTrainedConfig,
+    ViTImageProcessor,
+)
 
 from ..configuration.configuration_base import FrugalViTConfig, pair, set_image_size
 from ..configuration.configuration_vit import AttentionStartConfig
@@ -16,7 +22,7 @@ from ..modeling.hub import image_processor_config
 from ..modeling.image_format import set_size
 from ..modeling.reference_initialization import REFERENCE, reference_init_
 from .arguments import read_values
-from .loading import TIMM, load_config, load_processor, load_weights
+from .loading import TIMM, load_pretrained
 from .students import parse_overrides
 
 
@@ -87,7 +93,8 @@ def new_classifier(options, labels: dict):
 def pretrained_classifier(options, args, labels: dict):
     """Load a pretrained classifier and its image processor. `labels` replaces the checkpoint's classes."""
     trust = args.trust_remote_code
-    config = load_config(options.model, CLASSIFIER, trust, problem_type="single_label_classification", **labels)
+    fields = {"problem_type": "single_label_classification", **labels}
+    config = load_pretrained(AutoConfig, options.model, CLASSIFIER, trust, **fields)
     if config.model_type == TIMM:
         # timm's configurations have further fields with class names. These fields would contradict `labels`.
         for name in ("label_names", "label_descriptions"):
@@ -95,7 +102,7 @@ def pretrained_classifier(options, args, labels: dict):
         config.model_args = {name: value for name, value in (config.model_args or {}).items() if name != "num_classes"}
     set_drop_path(config, options.drop_path)
     model = load_with_new_head(AutoModelForImageClassification, options.model, config, CLASSIFIER, trust)
-    processor = load_processor(options.model, CLASSIFIER, trust)
+    processor = load_pretrained(AutoImageProcessor, options.model, CLASSIFIER, trust)
     if options.image_size:
         processor = resize(model, processor, options.image_size)
     return model, processor
@@ -151,8 +158,16 @@ def load_with_new_head(auto_class: type, name: str, config: PreTrainedConfig, ki
     Raises:
         ValueError: If weights of the backbone are missing or unused, or have another shape than in the model.
     """
-    options = {"config": config, "dtype": torch.float32, "trust_remote_code": trust_remote_code}
-    model, report = load_weights(auto_class, name, kind, **options)
+    model, report = load_pretrained(
+        auto_class,
+        name,
+        kind,
+        trust_remote_code,
+        config=config,
+        dtype=torch.float32,
+        ignore_mismatched_sizes=True,
+        output_loading_info=True,
+    )
     prefix = f"{model.base_model_prefix}."
     heads = tuple(f"{prefix}{head}" for head in classifiers_inside(model.base_model))
     keys = [*report["missing_keys"], *report["unexpected_keys"], *(key for key, *_ in report["mismatched_keys"])]

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torchvision import tv_tensors
 from torchvision.transforms import InterpolationMode, v2
-from transformers import AutoModelForSemanticSegmentation, SegformerImageProcessor
+from transformers import AutoConfig, AutoImageProcessor, AutoModelForSemanticSegmentation, SegformerImageProcessor
 
 from ..configuration.configuration_base import is_sparseformer
 from ..modeling.image_format import ImageFormat
@@ -39,7 +39,7 @@ from .arguments import (
 from .cards import name_images
 from .choices import IGNORED
 from .data import reset_format
-from .loading import load_config, load_processor
+from .loading import load_pretrained
 from .masks import MaskReader, load_masked_images, load_masked_splits
 from .metrics import SegmentationScores
 from .models import label_fields, learning_rate_factors, load_with_new_head, new_config, set_drop_path
@@ -292,7 +292,7 @@ def build_model(options: SegmenterArguments, data: MaskedDataArguments, reduce_l
     preprocessing = {}
     if options.model:
         trust = options.trust_remote_code
-        config = load_config(options.model, KIND, trust, **labels)
+        config = load_pretrained(AutoConfig, options.model, KIND, trust, **labels)
         if not labels and not any("Segmentation" in name for name in config.architectures or ()):
             raise ValueError(
                 f"model is {options.model}, which has no classes for segmentation; pass num_labels or class_names."
@@ -309,7 +309,7 @@ def build_model(options: SegmenterArguments, data: MaskedDataArguments, reduce_l
         model = load_with_new_head(AutoModelForSemanticSegmentation, options.model, config, KIND, trust)
         if options.num_latent_tokens:
             model.resize_tokens(options.num_latent_tokens)
-        given = load_processor(options.model, KIND, trust)
+        given = load_pretrained(AutoImageProcessor, options.model, KIND, trust)
         for name in ("image_mean", "image_std", "resample", "do_normalize"):
             preprocessing[name] = getattr(given, name, None)
         preprocessing["do_normalize"] = bool(preprocessing["do_normalize"])

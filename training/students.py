@@ -23,8 +23,8 @@ from ..modeling.modeling_sparseformer import (
 from ..modeling.modeling_sparseformer_dense import PatchSparseFormerBackbone, SparseFormerBackbone
 from .arguments import argument, check_fields, read_values
 from .choices import FOCUSINGS, PLACEMENTS
-from .files import find_model
-from .loading import load_config, load_model
+from .files import split_revision
+from .loading import load_model, load_pretrained
 
 
 # Classes of students. The outer keys are values of the argument `focusing`, and the inner keys are kinds of output.
@@ -137,8 +137,8 @@ def check_embedding(student: PreTrainedModel, teacher: Anatomy):
 def continued_student(options: StudentArguments) -> PreTrainedModel:
     """Load `options.student` to continue its training. Set the student's token counts and placement of tokens to the
     values in `options`."""
-    name, revision = find_model(options.student)
-    config = load_config(options.student, "a SparseFormer")
+    name, revision = split_revision(options.student)
+    config = load_pretrained(AutoConfig, options.student, "a SparseFormer")
     if not is_sparseformer(config):
         raise ValueError(f"student is {options.student}, a {config.model_type}, expected a SparseFormer.")
     upsampler = {"upsampler_hidden_size": options.upsampler_hidden_size} if options.upsampler_hidden_size else {}

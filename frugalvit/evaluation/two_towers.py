@@ -10,7 +10,7 @@ from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedModel
 
 from ..modeling.modeling_sparseformer_clip import SparseFormerCLIPModel, SparseFormerSiglipModel
-from ..training.loading import load_model, load_processor
+from ..training.loading import load_model, load_pretrained
 from ..training.scores import check_scores
 
 
@@ -72,7 +72,7 @@ def load_tokenizer(name: str, vocab_size: int, trust_remote_code: bool = False):
         ValueError: If the tokenizer's files are missing. In this case, Transformers may make a tokenizer that has no
             vocabulary and maps all texts to the same tokens.
     """
-    tokenizer = load_processor(name, "a CLIP with a tokenizer", trust_remote_code, AutoTokenizer)
+    tokenizer = load_pretrained(AutoTokenizer, name, "a CLIP with a tokenizer", trust_remote_code)
     # `vocab_size` may be larger than the tokenizer's number of tokens, so only a large difference is an error.
     if len(tokenizer) < vocab_size // 10:
         raise ValueError(
