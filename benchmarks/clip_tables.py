@@ -46,9 +46,8 @@ from frugalvit.evaluation.two_towers import embed_all_texts, load_two_towers
 from frugalvit.evaluation.zero_shot import zero_shot_accuracy, zero_shot_classifier
 from frugalvit.swap import pixel_pairs
 from frugalvit.training import align_llava, bootstrap
-from frugalvit.training.data import class_names, load_images
+from frugalvit.training.data import class_names, default_split, load_images
 from frugalvit.training.loading import load_model
-from frugalvit.training.splits import default_split
 from shared import (
     STUDENT,
     add_data_arguments,

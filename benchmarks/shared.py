@@ -25,11 +25,10 @@ from frugalvit.modeling.image_format import ImageFormat
 from frugalvit.pictures import save_figure
 from frugalvit.speed import images_per_second
 from frugalvit.training.choices import SUBSET
-from frugalvit.training.data import load_images
+from frugalvit.training.data import default_split, load_images
 from frugalvit.training.files import shipped_checkpoints, write_json
 from frugalvit.training.loading import choose_device, load_model
 from frugalvit.training.preprocessing import decode_image
-from frugalvit.training.splits import default_split
 from frugalvit.training.text import format_table
 from frugalvit.versions import origin
 

@@ -27,10 +27,17 @@ from .speed import images_per_second
 from .training.arguments import POSITIVE
 from .training.bootstrap import bfloat16_is_fast
 from .training.cards import share_error
-from .training.data import class_names, label_numbers, readable_images, sample
+from .training.data import (
+    check_classes,
+    check_labels,
+    class_names,
+    label_numbers,
+    match_labels,
+    readable_images,
+    sample,
+)
 from .training.files import atomic_file, write_json, write_text
 from .training.loading import choose_device
-from .training.splits import check_classes, check_labels, match_labels
 from .training.text import format_markdown, format_table
 from .versions import origin, versions
 

@@ -30,8 +30,8 @@ from .arguments import (
     run_as_program,
 )
 from .cards import strip_directory
+from .data import load_splits
 from .loading import SEQUENCE_VLMS, load_model
-from .splits import load_splits
 from .trainer import ImageTrainer, run_command, start
 from .views import CAPTION, BootstrapView, EvalView, as_images, seeded
 

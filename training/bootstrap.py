@@ -36,10 +36,9 @@ from .arguments import (
     run_as_program,
 )
 from .cards import share_error, strip_directory
-from .data import class_names
+from .data import check_classes, check_single_label, class_names, load_splits, match_classes
 from .loading import load_model
 from .losses import AlignmentLoss, teacher_attention
-from .splits import check_classes, check_single_label, load_splits, match_classes
 from .students import (
     StudentArguments,
     build_student,

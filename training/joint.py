@@ -22,11 +22,10 @@ from ..modeling.modeling_bootstrapped_vit import BootstrappedViTForImageClassifi
 from .arguments import ArgumentParser, DataArguments, argument, check_fields, read_values, run_as_program
 from .cards import name_images, share_error, write_card
 from .choices import INITIALIZATIONS, JOINT_VARIANTS, REFERENCE
-from .data import class_names
+from .data import class_names, load_splits
 from .metrics import TopKAccuracy
 from .models import configure_initialization
 from .sharpness import SharpnessAwareTrainer
-from .splits import load_splits
 from .train import SmallDataArguments, SmallDataView
 from .trainer import run_command, start
 from .views import EvalView, labeled_images

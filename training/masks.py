@@ -3,6 +3,7 @@
 A mask is a `(height, width)` uint8 tensor of class numbers. Pixels with the value 255 are ignored.
 """
 
+import functools
 import io
 import json
 from collections import defaultdict
@@ -15,10 +16,9 @@ import torch
 from PIL import Image, ImageDraw, ImageOps
 
 from .choices import IGNORED
-from .data import SPLITS, SYSTEM_FOLDERS, files_within, kind_of, load_table, readable_images, split_names
+from .data import SPLITS, SYSTEM_FOLDERS, files_within, load_splits, load_table, split_names
 from .files import read_text
 from .preprocessing import IMAGE_ENDINGS, CorruptImageError, open_record
-from .splits import load_parts
 from .text import first_line, shortened
 
 
@@ -31,16 +31,17 @@ IGNORE = "__ignore__"
 
 
 def load_masked_splits(data, skip_corrupt: bool = False) -> tuple:
-    """Load images with masks to train, evaluate and test on, see `load_parts`. If `data.class_names` is not set, it is
-    set to the labels in labelme's files. See `readable_images` for `skip_corrupt`."""
+    """Load images with masks to train, evaluate and test on, see `load_splits`. If `data.class_names` is not set, it
+    is set to the labels in labelme's files. See `readable_images` for `skip_corrupt`."""
     data.class_names = data.class_names or _labelme_names(_find_pairs(data.dataset)) or None
-    columns = data.image_column, data.mask_column
-
-    def load(dataset: list[str], split: str, streaming: bool = False):
-        images = load_masked_images(dataset, split, data.dataset_config, *columns, data.class_names, streaming)
-        return readable_images(images, skip_corrupt, split)
-
-    return load_parts(data, load, lambda dataset: masked_split_names(dataset, data.dataset_config))
+    load = functools.partial(
+        load_masked_images,
+        name=data.dataset_config,
+        image_column=data.image_column,
+        mask_column=data.mask_column,
+        class_names=data.class_names,
+    )
+    return load_splits(data, skip_corrupt=skip_corrupt, load=load, names_of_splits=masked_split_names)
 
 
 def masked_split_names(dataset: str | list[str], name: str | None = None) -> list[str]:
@@ -67,8 +68,7 @@ def load_masked_images(
     if pairs := _find_pairs(dataset):
         return _load_pairs(pairs, split, class_names)
     table = load_table(dataset, split, name, streaming)
-    table = table._resolve_features() if table.features is None else table
-    found = [column for column, feature in table.features.items() if kind_of(feature) == "image"]
+    found = [column for column, feature in table.features.items() if isinstance(feature, datasets.Image)]
     image_column = image_column or next((column for column in found if column in ("image", "img")), None)
     others = [column for column in found if column != image_column]
     mask_column = mask_column or (others[0] if len(others) == 1 else None)

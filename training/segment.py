@@ -38,7 +38,7 @@ from .arguments import (
 )
 from .cards import name_images
 from .choices import IGNORED
-from .data import reset_format
+from .data import load_table
 from .loading import load_pretrained
 from .masks import MaskReader, load_masked_images, load_masked_splits
 from .metrics import SegmentationScores
@@ -248,7 +248,7 @@ class SegmentationTrainer(ImageTrainer):
             return load_masked_images(str(images), "train")
         if not isinstance(images, datasets.Dataset | datasets.IterableDataset):
             return PlainPairs(images)
-        images = reset_format(images)
+        images = load_table(images)
         for column in ("image", "mask"):
             images = images.cast_column(column, datasets.Image(decode=False))
         return images

@@ -21,12 +21,11 @@ from ..modeling.modeling_bootstrapped_vit import divergence
 from .arguments import ArgumentParser, DataArguments, ImageTrainingArguments, argument, run_as_program
 from .cards import name_images, share_error
 from .choices import CONTEXT_BROADCAST_POSITIONS, CONTEXT_BROADCASTS, INITIALIZATIONS, REFERENCE
-from .data import class_names
+from .data import check_single_label, class_names, load_splits, match_classes
 from .loading import load_model
 from .metrics import accuracies
 from .models import build_model, learning_rate_factors
 from .sharpness import SharpnessAwareTrainer
-from .splits import check_single_label, load_splits, match_classes
 from .trainer import run_command, start
 from .views import EvalView, labeled_images, mixing
 

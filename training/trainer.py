@@ -26,9 +26,8 @@ from transformers.trainer_utils import sort_checkpoints
 
 from .arguments import ArgumentParser, DataArguments, ImageTrainingArguments
 from .cards import describe_step, write_card
-from .data import class_names
+from .data import check_same_classes, class_names
 from .files import apply_umask, check_output_outside_input
-from .splits import check_same_classes
 from .views import SetEpoch, StreamedViews, Views, as_images, collate
 
 

@@ -19,9 +19,8 @@ from torchvision.transforms import v2
 from transformers import TrainerCallback
 
 from ..modeling.image_format import ImageFormat
-from .data import class_names, load_images
+from .data import check_classes, check_same_classes, class_names, hold_back, load_images
 from .preprocessing import CorruptImageError, decode_image, middle_of
-from .splits import check_classes, check_same_classes, hold_back
 
 
 # Number of images in the buffer that shuffles a stream. The order of the stream's files is also shuffled.

@@ -13,9 +13,16 @@ from ..exported import ExportedModule, load_classifier
 from ..inference import choose_tokens
 from ..modeling.image_format import ImageFormat
 from ..modeling.packing import pack_linear_layers
-from ..training.data import class_names, label_numbers, readable_images
+from ..training.data import (
+    check_classes,
+    check_labels,
+    check_single_label,
+    class_names,
+    label_numbers,
+    match_labels,
+    readable_images,
+)
 from ..training.metrics import accuracies
-from ..training.splits import check_classes, check_labels, check_single_label, match_labels
 from .images import image_batches, images_to_evaluate, reading_options
 
 

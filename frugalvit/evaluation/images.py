@@ -11,9 +11,18 @@ import torch
 from tqdm import tqdm
 
 from ..reading import read_ahead, stack_pixels
-from ..training.data import class_names, label_numbers, load_images, readable_images, split_names
+from ..training.data import (
+    EVALUATION_SPLITS,
+    HELD_BACK,
+    class_names,
+    hold_back,
+    label_numbers,
+    load_images,
+    load_splits,
+    readable_images,
+    split_names,
+)
 from ..training.preprocessing import CorruptImageError, decode_image, prepare_images
-from ..training.splits import EVALUATION_SPLITS, HELD_BACK, hold_back, load_splits
 from ..training.text import shortened
 
 
@@ -66,11 +75,10 @@ def read_labeled_parts(arguments: argparse.Namespace) -> tuple[datasets.Dataset,
         raise ValueError(f"split and train_split are both {arguments.split!r}; expected different parts.")
     options = {"eval_split": arguments.split, "class_names": None, "streaming": False}
     data = argparse.Namespace(**vars(arguments) | options)
-    train, evaluation, test = load_splits(data, skip_corrupt=arguments.skip_corrupt)
+    train, evaluation, test = load_splits(data, learns_labels=True, skip_corrupt=arguments.skip_corrupt)
     test, split = (evaluation, data.evaluated) if test is None else (test, data.tested)
-    for images, part in ((train, arguments.train_split), (test, split)):
-        if class_names(images) is None:
-            raise ValueError(f"The split {part!r} has no labels to compare with; name their column: label_column.")
+    if class_names(test) is None:
+        raise ValueError(f"The split {split!r} has no labels to compare with; name their column: label_column.")
     return train, test, split
 
 

@@ -6,9 +6,8 @@ import torch
 import torch.nn.functional as F
 
 from ..inference import Embedder
-from ..training.data import class_names
+from ..training.data import check_classes, class_names
 from ..training.metrics import accuracies
-from ..training.splits import check_classes
 from .features import embed_images
 from .images import read_labeled_parts, take_first
 

@@ -10,10 +10,9 @@ import torch
 from tqdm import tqdm
 
 from ..modeling.vision_tower import input_device
-from ..training.data import load_table
+from ..training.data import default_split, load_table
 from ..training.loading import load_model
 from ..training.preprocessing import decode_image
-from ..training.splits import default_split
 from .images import take_first
 
 

@@ -11,13 +11,12 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from ..modeling.image_format import ImageFormat
-from ..training.data import readable_images
+from ..training.data import EVALUATION_SPLITS, readable_images
 from ..training.loading import load_model
 from ..training.masks import MaskReader, load_masked_images, masked_split_names
 from ..training.metrics import SegmentationScores
 from ..training.preprocessing import LONGEST, CorruptImageError, decode_image
 from ..training.scores import check_scores
-from ..training.splits import EVALUATION_SPLITS
 from .images import take_first
 
 

@@ -7,10 +7,9 @@ import datasets
 import open_clip
 import torch
 
-from ..training.data import class_names, readable_images
+from ..training.data import check_classes, class_names, readable_images
 from ..training.files import read_text
 from ..training.metrics import accuracies
-from ..training.splits import check_classes
 from .images import image_batches, images_to_evaluate, reading_options
 from .two_towers import TwoTowers, embed_all_texts, load_two_towers, name_models
 

@@ -14,7 +14,7 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification, Vi
 from drawn import draw_classes, encode
 from frugalvit.cli import main
 from frugalvit.training.arguments import DataArguments
-from frugalvit.training.splits import load_splits, match_labels
+from frugalvit.training.data import load_splits, match_labels
 from tiny import make_vit, save_vit
 
 

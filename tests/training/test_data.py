@@ -10,9 +10,8 @@ from PIL import Image
 from drawn import encode, save
 from frugalvit.training.arguments import DataArguments
 from frugalvit.training.choices import SUBSET
-from frugalvit.training.data import class_names, load_images, sample, split_names
+from frugalvit.training.data import class_names, load_images, load_splits, sample, split_names
 from frugalvit.training.preprocessing import decode_image
-from frugalvit.training.splits import load_splits
 
 
 NAMES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
@@ -57,7 +56,9 @@ def test_files_with_different_class_names_are_refused(write_parquet, tmp_path):
             load_images(source)
     data = DataArguments(dataset=files[:1], eval_dataset=files[1:])
     with pytest.raises(ValueError, match=r"even, odd \(2\) .* odd, even \(2\)"):
-        load_splits(data)
+        load_splits(data, learns_labels=True)
+    # If training does not learn from labels, each part keeps its own class names.
+    assert [class_names(part) for part in load_splits(data)[:2]] == [["even", "odd"], ["odd", "even"]]
     data.class_names = ["a", "b"]
     assert class_names(load_splits(data)[0]) == ["a", "b"]
 
@@ -74,6 +75,7 @@ def test_parquet_that_datasets_did_not_write(write_parquet, tmp_path):
         load_images(file, class_names=["a"])
     with pytest.raises(ValueError, match="have no names; give them with class_names"):
         load_images(file, streaming=True)
+    assert [*load_images(file, streaming=True, labels=False).features] == ["image"]
 
 
 @pytest.mark.parametrize(

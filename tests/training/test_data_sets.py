@@ -13,9 +13,8 @@ import pytest
 from drawn import draw, draw_classes, encode, save
 from frugalvit.evaluation.images import images_to_evaluate
 from frugalvit.training.arguments import DataArguments
-from frugalvit.training.data import class_names, load_images, split_names
+from frugalvit.training.data import class_names, default_split, hold_back, load_images, load_splits, split_names
 from frugalvit.training.preprocessing import decode_image
-from frugalvit.training.splits import default_split, hold_back, load_splits
 
 
 # `datasets` does not close metadata.csv, so the garbage collector closes the file with a warning.
