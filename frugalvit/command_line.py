@@ -5,7 +5,7 @@ import inspect
 from dataclasses import dataclass
 from typing import TypeVar
 
-from .training.arguments import NOT_NEGATIVE, POSITIVE, ArgumentParser, DatasetArguments, argument, check_fields
+from .training.arguments import NOT_NEGATIVE, POSITIVE, ArgumentParser, CheckedArguments, DatasetArguments, argument
 from .training.choices import DEVICE_MAPS, DTYPES
 
 
@@ -40,15 +40,7 @@ def read_options(options: type[AnyOptions], prog: str, argv: list[str] | None) -
 
 
 @dataclass(kw_only=True)
-class Options:
-    """Base class for the options of a command."""
-
-    def __post_init__(self):
-        check_fields(self)
-
-
-@dataclass(kw_only=True)
-class DeviceOptions(Options):
+class DeviceOptions(CheckedArguments):
     device: str | None = argument(None, "cpu, cuda, mps, … Default: an accelerator if there is one.")
     trust_remote_code: bool = argument(False, "Run code that comes with a model.")
 
@@ -60,7 +52,7 @@ class PlacedOptions(DeviceOptions):
 
 
 @dataclass(kw_only=True)
-class ReadingOptions(Options):
+class ReadingOptions(CheckedArguments):
     skip_corrupt: bool = argument(False, "Leave out images that cannot be read, and print their names.")
     num_workers: int = argument(0, "Threads that decode images; 0 for one a CPU.")
 
@@ -68,7 +60,7 @@ class ReadingOptions(Options):
 
 
 @dataclass(kw_only=True)
-class SplitOptions(Options, DatasetArguments):
+class SplitOptions(CheckedArguments, DatasetArguments):
     split: str | None = argument(None, "Split, or a slice such as test[:1000]. Default: test, validation or train.")
     limit: int | None = argument(None, "Take only the first images.")
 
@@ -76,14 +68,14 @@ class SplitOptions(Options, DatasetArguments):
 
 
 @dataclass(kw_only=True)
-class TokenOptions(Options):
+class TokenOptions(CheckedArguments):
     num_tokens: int | None = argument(None, "Latent tokens of a SparseFormer, without [CLS]. Default: the model's.")
 
     expected = {"num_tokens": POSITIVE}
 
 
 @dataclass(kw_only=True)
-class OutputOptions(Options):
+class OutputOptions(CheckedArguments):
     """Options of a command that writes a model folder."""
 
     output: str = argument(help="Folder to write; must not exist or be empty.", metavar="FOLDER")

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from .command_line import (
     DeviceOptions,
-    Options,
     PlacedOptions,
     ReadingOptions,
     SplitOptions,
@@ -17,7 +16,7 @@ from .command_line import (
     argument,
     read_options,
 )
-from .training.arguments import POSITIVE
+from .training.arguments import POSITIVE, CheckedArguments
 from .training.choices import OPEN_CLIP
 from .training.files import check_file_path, write_json
 from .training.text import format_table
@@ -129,7 +128,7 @@ TASKS = {
 
 
 @dataclass(kw_only=True)
-class TaskOptions(Options):
+class TaskOptions(CheckedArguments):
     """Evaluate a model on a task. `frugalvit evaluate TASK --help` lists the options of a task."""
 
     task: str = argument(

@@ -11,11 +11,11 @@ from transformers import AutoImageProcessor
 
 from .architectures import COUNTED, architecture_of, image_side, load_saved_model, variants
 from .baselines import WithTokens
-from .command_line import Options, argument, read_options
+from .command_line import argument, read_options
 from .configuration.configuration_base import is_sparseformer, pair
 from .macs import count_macs
 from .speed import images_per_second
-from .training.arguments import POSITIVE
+from .training.arguments import POSITIVE, CheckedArguments
 from .training.files import shipped_checkpoints, split_revision
 from .training.loading import choose_device, load_pretrained, loading_errors
 from .training.preprocessing import size_made_by
@@ -26,7 +26,7 @@ PROG = "frugalvit info"
 
 
 @dataclass(kw_only=True)
-class InfoOptions(Options):
+class InfoOptions(CheckedArguments):
     """List each model's tokens (latent and [CLS]), image size, parameters, and multiply-accumulates for one image. The
     multiply-accumulates are listed without and with the two matrix products of attention. For a CLIP or a LLaVA, all
     columns except the parameters describe the vision model."""

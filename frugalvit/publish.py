@@ -23,9 +23,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoImageProcessor, PreTrainedConfig, PreTrainedModel
 
 from .architectures import load_saved_model
-from .command_line import Options, argument, read_options
+from .command_line import argument, read_options
 from .modeling.hub import HubModel, auto_class, model_card
 from .modeling.notebook import write_notebook
+from .training.arguments import CheckedArguments
 from .training.files import (
     COMPANIONS,
     atomic_directory,
@@ -48,7 +49,7 @@ ACCESS_TOKEN = re.compile(r"\bhf_[A-Za-z0-9]{30,}")
 
 
 @dataclass(kw_only=True)
-class PublishOptions(Options):
+class PublishOptions(CheckedArguments):
     """Upload a model to the hub, with weights in half precision."""
 
     model: str = argument(help="Model folder, for example the output folder of a training.", positional=True)

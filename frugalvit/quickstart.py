@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .baselines import load_students, load_teachers
-from .command_line import Options, argument, read_options
+from .command_line import argument, read_options
 from .compare import BATCH_SIZES, ERRORS, choose_mixed_precision, compare, draw_comparison, table_rows
 from .pictures import save_figure
 from .predict import draw_predictions, format_labels, predict
+from .training.arguments import CheckedArguments
 from .training.bootstrap import bootstrap
 from .training.choices import NO_EVALUATION
 from .training.data import load_images
@@ -37,7 +38,7 @@ DRAWN_TOKENS = 16
 
 
 @dataclass(kw_only=True)
-class QuickstartOptions(Options):
+class QuickstartOptions(CheckedArguments):
     """Turn a ViT that comes with the repository into a SparseFormer that is several times faster. The training needs
     photographs without labels. Both models are then compared on other photographs. The output folder has student/,
     comparison.png, rois.png and results.json."""

@@ -41,25 +41,34 @@ def argument(default=dataclasses.MISSING, help: str = "", **metadata):
     return field(default=default, metadata={"help": help, **metadata})
 
 
-def check_fields(arguments):
-    """Raise a ValueError if a field's value is missing from the field's `choices`, or if the value violates the
-    field's condition in `expected`. None is always allowed. `HfArgumentParser` only checks `choices` on the command
-    line."""
-    for each in dataclasses.fields(arguments):
-        choices = each.metadata.get("choices")
-        value = getattr(arguments, each.name)
-        values = value if isinstance(value, list) else [value]
-        if value is not None and choices and not {*values} <= {*choices}:
-            raise ValueError(f"{each.name} is {value!r}, expected one of {', '.join(choices)}.")
-    for owner in reversed(type(arguments).__mro__):
-        for name, (expected, fits) in vars(owner).get("expected", {}).items():
-            value = getattr(arguments, name)
-            if value is not None and not fits(value):
-                raise ValueError(f"{name} is {value!r}, expected {expected}.")
+class CheckedArguments:
+    """Base class of dataclasses of arguments whose values are checked.
+
+    Class attributes:
+        expected (`dict[str, tuple[str, Callable]]`): Conditions on fields, in addition to those of the base classes.
+    """
+
+    expected = {}
+
+    def __post_init__(self):
+        """Raise a ValueError if a field's value is missing from the field's `choices`, or if the value violates the
+        field's condition in `expected`. None is always allowed. `HfArgumentParser` only checks `choices` on the
+        command line."""
+        for each in dataclasses.fields(self):
+            choices = each.metadata.get("choices")
+            value = getattr(self, each.name)
+            values = value if isinstance(value, list) else [value]
+            if value is not None and choices and not {*values} <= {*choices}:
+                raise ValueError(f"{each.name} is {value!r}, expected one of {', '.join(choices)}.")
+        for owner in reversed(type(self).__mro__):
+            for name, (expected, fits) in vars(owner).get("expected", {}).items():
+                value = getattr(self, name)
+                if value is not None and not fits(value):
+                    raise ValueError(f"{name} is {value!r}, expected {expected}.")
 
 
 @dataclass
-class ImageTrainingArguments(TrainingArguments):
+class ImageTrainingArguments(TrainingArguments, CheckedArguments):
     """`TrainingArguments` with defaults for images: evaluate and save after each epoch, and keep the best model."""
 
     output_dir: str = argument(help="Folder for the trained model, its card and its checkpoints.")
@@ -83,7 +92,7 @@ class ImageTrainingArguments(TrainingArguments):
 
     def __post_init__(self):
         super().__post_init__()
-        check_fields(self)
+        CheckedArguments.__post_init__(self)
         # A class whose default `label_smoothing_factor` is 0 does not support label smoothing.
         if self.label_smoothing_factor and not type(self).label_smoothing_factor:
             raise ValueError(

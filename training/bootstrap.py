@@ -42,7 +42,6 @@ from .losses import AlignmentLoss, teacher_attention
 from .students import (
     StudentArguments,
     build_student,
-    check_embedding,
     continued_student,
     freeze,
     token_counts_to_train,
@@ -272,26 +271,27 @@ class BootstrapTrainer(ImageTrainer):
             config.update(teacher_format.config_fields())
             set_image_size(config, image_size)
         student_format = ImageFormat.from_config(config)
-        teacher = read_anatomy(teacher, teacher_format.size)
-        check_embedding(model, teacher)
-        base_model = base_model or name_of(teacher.source)
+        # A student with `name_or_path` was loaded by `from_pretrained`, so it was bootstrapped before.
+        continued = bool(config.name_or_path)
+        args = resolve_arguments(args, config.has_patch_embedding, max(teacher_format.size), continued)
+        source = read_anatomy(teacher, teacher_format.size).source
+        source.to(args.device).eval().requires_grad_(False)
+        # The teacher is read on its device. An `Anatomy` contains views of fused layers, which do not move with them.
+        self.anatomy = teacher = read_anatomy(source, teacher_format.size)
+        self.align = AlignmentLoss(model, teacher, args)
+        base_model = base_model or name_of(source)
         normalizations = [(each.mean, each.std) for each in (student_format, teacher_format)]
         if config.has_patch_embedding and normalizations[0] != normalizations[1]:
             raise ValueError(
                 "The student inherits its teacher's patches and normalizes otherwise, by mean and std "
                 "{} instead of {}. Pass image_processor to from_teacher.".format(*normalizations)
             )
-        # A student with `name_or_path` was loaded by `from_pretrained`, so it was bootstrapped before.
-        continued = bool(config.name_or_path)
-        args = resolve_arguments(args, config.has_patch_embedding, max(teacher_format.size), continued)
-        self.anatomy = teacher
         self.classifier = getattr(model, "classifier", None)
         self.labels = self.classifier and config.id2label
         if self.classifier is None and (args.loss == "kl" or args.label_loss_weight):
             raise ValueError(f"loss kl and label_loss_weight need a classifier, and {base_model} is none.")
         if args.loss == "kl" or args.label_loss_weight:
             check_single_label(config, "loss kl or label_loss_weight")
-        teacher.source.eval().requires_grad_(False)
         tuned = freeze(model, args, len(teacher.blocks))
         images = (as_images(train_dataset), None if eval_dataset is None else as_images(eval_dataset), None)
         if args.label_loss_weight:
@@ -319,12 +319,8 @@ class BootstrapTrainer(ImageTrainer):
         self.student = model
         if self.is_fsdp_enabled and (args.token_loss_weight or args.dense_loss_weight):
             raise ValueError("FSDP records no hidden states; set token_loss_weight and dense_loss_weight to 0.")
-        # `read_anatomy` is called again, because its first result contains views of fused layers. These views do not
-        # move to the device with the layers.
-        self.anatomy = teacher = read_anatomy(teacher.source.to(args.device), teacher.image_size)
-        self.align = AlignmentLoss(model, teacher, args)
         if args.bf16:
-            teacher.source.to(torch.bfloat16)
+            source.to(torch.bfloat16)
             if teacher.classifier is not None:
                 # The classifier is also called on float32 embeddings.
                 teacher.classifier.float()

@@ -19,7 +19,7 @@ from ..configuration.configuration_bootstrapped_vit import VARIANTS, Bootstrappe
 from ..modeling.hub import image_processor_config
 from ..modeling.image_format import ImageFormat
 from ..modeling.modeling_bootstrapped_vit import BootstrappedViTForImageClassification
-from .arguments import ArgumentParser, DataArguments, argument, check_fields, read_values, run_as_program
+from .arguments import ArgumentParser, CheckedArguments, DataArguments, argument, read_values, run_as_program
 from .cards import name_images, share_error, write_card
 from .choices import INITIALIZATIONS, JOINT_VARIANTS, REFERENCE
 from .data import class_names, load_splits
@@ -37,7 +37,7 @@ PARTS = {"vit": "accuracy", "agent": "agent_accuracy"}
 
 
 @dataclass
-class TwinArguments:
+class TwinArguments(CheckedArguments):
     """Arguments of the ViT, the agent CNN, and the hints between the two models."""
 
     variant: str = argument("joint-small", "The paper's models.", choices=JOINT_VARIANTS)
@@ -53,9 +53,6 @@ class TwinArguments:
     initialization_options: str = argument("", "Arguments of frugalvit.initialize_attention_.")
 
     expected = {"without_hint_at": ("numbers above 0, to 1", lambda depths: all(0 < depth <= 1 for depth in depths))}
-
-    def __post_init__(self):
-        check_fields(self)
 
 
 @dataclass

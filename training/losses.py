@@ -29,11 +29,22 @@ class AlignmentLoss(nn.Module):
         student (`PreTrainedModel`): The student.
         teacher (`Anatomy`): The teacher.
         args (`BootstrapArguments`): Kind of the distance, and weights and layers of the further terms.
+
+    Raises:
+        ValueError: If the embeddings of student and teacher differ in width, or if only one of them is projected.
     """
 
     def __init__(self, student: nn.Module, teacher: Anatomy, args):
         super().__init__()
         config = student.config
+        projects = hasattr(student, "visual_projection")
+        width = config.projection_dim if projects else config.pooled_size
+        if width != teacher.embedding_size or projects != (teacher.projection is not None):
+            raise ValueError(
+                f"The student, a {type(student).__name__}, has {'projected ' if projects else ''}embeddings {width} "
+                f"wide. Those of its teacher, a {teacher.name}, are {'projected ' if teacher.projection else ''}"
+                f"{teacher.embedding_size} wide. Build the student by from_teacher, or by frugalvit.bootstrap."
+            )
         self.args = args
         self.project = getattr(student, "visual_projection", nn.Identity())
         # The heads are in a tuple, so that they are not registered as modules of the loss.

@@ -30,10 +30,10 @@ from .arguments import (
     NOT_NEGATIVE,
     RANGE,
     ArgumentParser,
+    CheckedArguments,
     DataArguments,
     ImageTrainingArguments,
     argument,
-    check_fields,
     run_as_program,
 )
 from .cards import name_images
@@ -58,7 +58,7 @@ DISTORTION = 0.5
 
 
 @dataclass
-class SegmenterArguments:
+class SegmenterArguments(CheckedArguments):
     """Arguments of the segmentation model to train."""
 
     model: str | None = argument(
@@ -79,11 +79,11 @@ class SegmenterArguments:
     def __post_init__(self):
         if (self.model is None) == (self.model_type is None):
             raise ValueError("Pass either model, to fine-tune it, or model_type, to train from scratch.")
-        check_fields(self)
+        super().__post_init__()
 
 
 @dataclass
-class MaskedDataArguments(DataArguments):
+class MaskedDataArguments(DataArguments, CheckedArguments):
     """Arguments that name the images and masks for training and evaluation."""
 
     dataset: list[str] = argument(help="Hub id, parquet files, or folder with images/ and annotations/ or labelme's.")
@@ -95,7 +95,7 @@ class MaskedDataArguments(DataArguments):
     def __post_init__(self):
         if self.class_names and self.num_labels not in (None, len(self.class_names)):
             raise ValueError(f"num_labels is {self.num_labels}, class_names has {len(self.class_names)}.")
-        check_fields(self)
+        super().__post_init__()
 
 
 @dataclass

@@ -21,7 +21,7 @@ from ..modeling.modeling_sparseformer import (
     SparseFormerVisionModelWithProjection,
 )
 from ..modeling.modeling_sparseformer_dense import PatchSparseFormerBackbone, SparseFormerBackbone
-from .arguments import argument, check_fields, read_values
+from .arguments import CheckedArguments, argument, read_values
 from .choices import FOCUSINGS, PLACEMENTS
 from .files import split_revision
 from .loading import load_model, load_pretrained
@@ -45,7 +45,7 @@ STUDENTS = {
 
 
 @dataclass
-class StudentArguments:
+class StudentArguments(CheckedArguments):
     """Arguments of the teacher and the student."""
 
     teacher: str = argument(help="Folder, hub id or open_clip:MODEL:PRETRAINED of a ViT, CLIP, SigLIP or LLaVA.")
@@ -70,11 +70,6 @@ class StudentArguments:
     break_ties: bool = argument(True, "Move equal initial RoIs apart, unlike the paper and its code.")
     trust_remote_code: bool = argument(False, "Run the code in the teacher's repository.")
 
-    def __post_init__(self):
-        check_fields(self)
-        if self.student is None and self.focusing == "paper" and self.placement != "grid":
-            raise ValueError(f"placement is {self.placement!r}, expected grid with focusing paper.")
-
 
 def build_student(
     options: StudentArguments,
@@ -92,7 +87,12 @@ def build_student(
         inherit_blocks (`bool`): Whether to inherit the teacher's blocks and classifier, or only the classifier.
         defaults: Defaults of `truncate` and of configuration fields. `options` may override these defaults.
     """
-    kind = "map" if options.upsampler_hidden_size else kind_of(teacher)
+    if options.upsampler_hidden_size:
+        kind = "map"
+    elif teacher.classifier is not None:
+        kind = "classifier"
+    else:
+        kind = "tokens" if teacher.projection is None else "projection"
     student_class = STUDENTS[options.focusing][kind]
     counts = sorted({*(options.num_tokens or ())})
     fields = teacher_format.config_fields() | defaults
@@ -106,32 +106,14 @@ def build_student(
     elif not inherit_blocks:
         raise ValueError("inherit_blocks is False, expected True with focusing inherited.")
     if options.placement == "content":
+        if options.focusing == "paper":
+            raise ValueError("placement is content, expected grid with focusing paper.")
         fields["placement"] = "content"
     if options.truncate is not None:
         fields["truncate"] = options.truncate
     if options.config_overrides:
         fields |= parse_overrides(student_class.config_class.model_type, options.config_overrides)
     return student_class.from_teacher(teacher, counts[-1] if counts else None, **fields)
-
-
-def kind_of(teacher: Anatomy) -> str:
-    """Return the kind of output of a teacher's students. The kinds are the inner keys of `STUDENTS`."""
-    if teacher.classifier is not None:
-        return "classifier"
-    return "tokens" if teacher.projection is None else "projection"
-
-
-def check_embedding(student: PreTrainedModel, teacher: Anatomy):
-    """Raise a ValueError if the embeddings of student and teacher differ in width, or if only one of the two
-    embeddings is projected."""
-    projects = hasattr(student, "visual_projection")
-    width = student.config.projection_dim if projects else student.config.pooled_size
-    if width != teacher.embedding_size or projects != (teacher.projection is not None):
-        student_class = STUDENTS["inherited" if student.config.has_patch_embedding else "paper"][kind_of(teacher)]
-        raise ValueError(
-            f"The student, a {type(student).__name__}, has embeddings {width} wide, its teacher, a {teacher.name}, "
-            f"{teacher.embedding_size} wide; expected a student by {student_class.__name__}.from_teacher."
-        )
 
 
 def continued_student(options: StudentArguments) -> PreTrainedModel:

@@ -153,7 +153,7 @@ def test_an_inherited_start_has_its_rate_from_the_first_step(make, teacher):
     with pytest.raises(ValueError, match="inherits its teacher's patches and normalizes otherwise, .*image_processor"):
         make(PatchSparseFormerForImageClassification.from_teacher(model, 16, image_mean=0.4, image_std=0.5))
     config = PatchSparseFormerConfig(num_latent_tokens=16, hidden_size=48, num_attention_heads=4)
-    with pytest.raises(ValueError, match="48 wide, .* by PatchSparseFormerForImageClassification.from_teacher"):
+    with pytest.raises(ValueError, match="embeddings 48 wide. .* are 32 wide. Build the student by from_teacher"):
         make(PatchSparseFormerVisionModel(config))
 
 
