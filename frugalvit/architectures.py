@@ -14,7 +14,7 @@ from .configuration.configuration_sparseformer import SparseFormerProjectionConf
 from .exported import ExportedModule
 from .modeling.modeling_sparseformer import SparseFormerVisionModelWithProjection
 from .training.files import split_revision
-from .training.loading import Task, load_model, load_pretrained, loading_errors
+from .training.loading import Task, load_model, load_pretrained
 
 
 # Error messages describe the expected kind of model with these words.
@@ -44,8 +44,7 @@ def architecture_of(name: str) -> tuple[type[PreTrainedModel], PreTrainedConfig]
         hint = f"Did you mean: {close}?" if close else "`frugalvit info` lists the variants."
         raise ValueError(f"{name!r} is no variant of the papers and no model folder. {hint}")
     config = load_pretrained(AutoConfig, name, COUNTED)
-    with loading_errors(name, COUNTED):
-        found = model_class(config)
+    found = model_class(config)
     vision = getattr(config, "vision_config", config)
     if not hasattr(vision, "image_size") or not hasattr(vision, "num_channels"):
         raise ValueError(f"{name!r} is a {found.__name__}, expected a vision model with images of one size.")
@@ -67,7 +66,9 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     # frugalvit is searched first, because a newer Transformers may have a class with the same name.
     found = getattr(frugalvit, architecture, None) or getattr(transformers, architecture, None)
     if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
-        raise ValueError(f"its architecture {architecture!r} is neither frugalvit's nor Transformers'")
+        raise ValueError(
+            f"{config.name_or_path!r} is a {architecture}, which is neither frugalvit's nor Transformers'."
+        )
     return found
 
 

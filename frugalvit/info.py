@@ -17,7 +17,7 @@ from .macs import count_macs
 from .speed import images_per_second
 from .training.arguments import POSITIVE, CheckedArguments
 from .training.files import shipped_checkpoints, split_revision
-from .training.loading import choose_device, load_pretrained, loading_errors
+from .training.loading import choose_device, load_pretrained
 from .training.preprocessing import size_made_by
 from .training.text import format_table
 
@@ -76,7 +76,7 @@ def describe(name: str) -> dict[str, object]:
         # On the meta device, only the header of the weights file is read.
         model = load_saved_model(name, device_map="meta")
     else:
-        with loading_errors(name, COUNTED), torch.device("meta"):
+        with torch.device("meta"):
             model = architecture._from_config(config)
     vision = image_side(model)
     height, width = pair(vision.config.image_size)

@@ -3,7 +3,6 @@
 import inspect
 import os
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -103,7 +102,9 @@ def vision_class(config: PreTrainedConfig) -> type:
 
 def clip_class(config: PreTrainedConfig) -> type:
     if not hasattr(config, "text_config") or not hasattr(config, "vision_config"):
-        raise ValueError(f"it is a {config.model_type}, expected a CLIP or SigLIP, with both sides")
+        raise ValueError(
+            f"{config.name_or_path!r} is a {config.model_type}, expected a CLIP or SigLIP, with both sides."
+        )
     return AutoModel
 
 
@@ -157,10 +158,9 @@ def load_model(
         return _load_open_clip(given.removeprefix(OPEN_CLIP), device)
     device = choose_device(device)
     config = load_pretrained(AutoConfig, given, task.kind, trust_remote_code)
-    with loading_errors(given, task.kind):
-        if model_types and config.model_type not in model_types:
-            raise ValueError(f"it is a {config.model_type}, expected one of {', '.join(model_types)}")
-        model_class = task.choose_class(config)
+    if model_types and config.model_type not in model_types:
+        raise ValueError(f"{given!r} is a {config.model_type}, expected one of {', '.join(model_types)}.")
+    model_class = task.choose_class(config)
     options = {"dtype": dtype, "ignore_mismatched_sizes": True, "output_loading_info": True}
     is_placed = bool(device_map or quantize)
     if is_placed:
@@ -220,8 +220,11 @@ def _load_open_clip(name: str, device: str | torch.device | None) -> tuple[nn.Mo
     for path in Path(name.removeprefix("local-dir:")).glob("*") if has_weights else ():
         if path.is_fifo():
             raise ValueError(f"{str(path)!r} is a pipe, expected a file.")
-    with loading_errors(f"{OPEN_CLIP}{name}", "an open_clip model, open_clip:MODEL:PRETRAINED or open_clip:hf-hub:ID"):
+    try:
         model = open_clip.create_model(model_name, pretrained=pretrained, require_pretrained=True, device=device)
+    except LOADING_ERRORS as error:
+        kind = "an open_clip model, open_clip:MODEL:PRETRAINED or open_clip:hf-hub:ID"
+        raise loading_error(error, f"{OPEN_CLIP}{name}", kind) from error
     return model.float().eval(), open_clip_image_processor(model)
 
 
@@ -251,7 +254,7 @@ def load_pretrained(
         options: Further arguments of `from_pretrained`.
 
     Raises:
-        ValueError: If loading fails. The message is one line.
+        ValueError: If loading fails with one of `LOADING_ERRORS`. The message is one line.
     """
     found, revision = split_revision(name)
     if not (os.path.exists(found) or HUB_ID.fullmatch(found)):
@@ -259,43 +262,40 @@ def load_pretrained(
     if loader.__name__.startswith("Auto"):
         # `trust_remote_code` is only an argument of Auto classes. Without it, they would ask on stdin.
         options["trust_remote_code"] = trust_remote_code
-    with loading_errors(name, kind):
-        loaded = loader.from_pretrained(found, **revision, **options)
-        if options.get("output_loading_info"):
-            model, report = loaded
-            if getattr(model.config, "context_broadcast", None):
-                load_context_broadcast(model, found, report)
-    return loaded
-
-
-@contextmanager
-def loading_errors(name: str | os.PathLike, kind: str):
-    """In a `with` block, convert `LOADING_ERRORS` to a ValueError whose message is one line with the model's name, and
-    turn off Transformers' logs and progress bars."""
     verbosity = logging.get_verbosity()
     shows_progress = logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.CRITICAL)
     logging.disable_progress_bar()
     try:
-        yield
+        loaded = loader.from_pretrained(found, **revision, **options)
+        if options.get("output_loading_info"):
+            model, report = loaded
+            if getattr(model.config, "context_broadcast", None):
+                load_context_broadcast(model, found, report)
+        return loaded
     except LOADING_ERRORS as error:
-        message = f"{type(error).__name__}: {shorten(str(error), 300)}"
-        folder = Path(name).expanduser()
-        if folder.is_dir() and not (folder / "config.json").is_file():
-            # The folder may be the output of an interrupted training, with checkpoints but no model yet.
-            hint = get_last_checkpoint(folder) or "a folder that `save_pretrained` wrote"
-            message = f"it has no config.json. Give {hint}."
-            if (folder / "adapter_config.json").is_file():
-                message = "it is an adapter of peft; merge it first: merge_and_unload, save_pretrained."
-        elif "trust_remote_code" in str(error):
-            message = "it brings its own code. Read that, and if you trust it, pass trust_remote_code."
-        elif isinstance(error, OSError) and not folder.exists():
-            message = f"there is no such folder here, and of the hub: {shorten(str(error), 300)}"
-        raise ValueError(f"Cannot load {os.fspath(name)!r} as {kind}: {message}") from error
+        raise loading_error(error, name, kind) from error
     finally:
         logging.set_verbosity(verbosity)
         if shows_progress:
             logging.enable_progress_bar()
+
+
+def loading_error(error: Exception, name: str | os.PathLike, kind: str) -> ValueError:
+    """Convert one of `LOADING_ERRORS` to an error whose message is one line and contains the model's name."""
+    message = f"{type(error).__name__}: {shorten(str(error), 300)}"
+    folder = Path(name).expanduser()
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        # The folder may be the output of an interrupted training, with checkpoints but no model yet.
+        hint = get_last_checkpoint(folder) or "a folder that `save_pretrained` wrote"
+        message = f"it has no config.json. Give {hint}."
+        if (folder / "adapter_config.json").is_file():
+            message = "it is an adapter of peft; merge it first: merge_and_unload, save_pretrained."
+    elif "trust_remote_code" in str(error):
+        message = "it brings its own code. Read that, and if you trust it, pass trust_remote_code."
+    elif isinstance(error, OSError) and not folder.exists():
+        message = f"there is no such folder here, and of the hub: {shorten(str(error), 300)}"
+    return ValueError(f"Cannot load {os.fspath(name)!r} as {kind}: {message}")
 
 
 def choose_device(name: str | torch.device | None = None) -> torch.device:

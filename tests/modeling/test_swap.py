@@ -44,7 +44,7 @@ def test_unsupported_models_and_towers_are_refused(tmp_path, capsys):
     Qwen2_5_VLConfig().save_pretrained(tmp_path / "qwen")
     command = ["swap", "--model", str(tmp_path / "qwen"), "--vision-model", str(tmp_path / "tower")]
     assert main([*command, "--output", str(tmp_path / "out")]) == 1
-    assert "it is a qwen2_5_vl, expected one of llava" in capsys.readouterr().err
+    assert "is a qwen2_5_vl, expected one of llava" in capsys.readouterr().err
 
 
 @torch.no_grad()
