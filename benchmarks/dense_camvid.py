@@ -196,9 +196,11 @@ def new_student(teacher: Anatomy, kind: str, image_format: ImageFormat) -> Patch
 
 def bootstrap_students(arguments, kind: str, image_format: ImageFormat) -> list[Path]:
     folders, size = [], {"height": SIZE[0], "width": SIZE[1]}
-    normalize = {"image_mean": image_format.mean, "image_std": image_format.std}
+    fields = image_format.config_fields()
     # Training images have the size of the test images.
-    processor = ViTImageProcessor(size=size, resample=image_format.resample, **normalize)
+    processor = ViTImageProcessor(
+        size=size, **{name: fields[name] for name in ("image_mean", "image_std", "resample")}
+    )
     for seed in arguments.seeds if kind == HEADLINE else arguments.seeds[:1]:
         name = folder_name(f"{kind} {arguments.bootstrap_epochs} epochs", seed)
         folders.append(folder := arguments.runs_dir / name)

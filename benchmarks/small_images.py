@@ -27,6 +27,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from caltech101 import accuracy_of, file_name, outputs_for, pooled, run_command
+from torchvision.transforms import InterpolationMode
 
 from frugalvit import PatchSparseFormerForImageClassification, checkpoint_path
 from frugalvit.baselines import load_teacher
@@ -128,7 +129,8 @@ def measure_processing(arguments):
         count = (size // model.config.feature_stride[0]) ** 2
         host = model.to_plain_vit(count)
         resize = round(image_format.resize * size / image_format.size[0])
-        smaller = dataclasses.replace(image_format, size=(size, size), resize=resize, resample=2)
+        bilinear = InterpolationMode.BILINEAR
+        smaller = dataclasses.replace(image_format, size=(size, size), resize=resize, interpolation=bilinear)
         logits, labels = outputs_for(arguments, lambda x, count=count: model(x, num_tokens=count).logits, image_format)
         plain, _ = outputs_for(arguments, lambda x, host=host: host(x).logits, smaller)
         rows.append(

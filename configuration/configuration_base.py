@@ -279,14 +279,6 @@ class SparseFormerBaseConfig(BackboneConfigMixin, VisionConfig):
         num_tokens = self.num_tokens
         return self.num_latent_tokens if num_tokens is None else num_tokens
 
-    def require_num_tokens(self, num_tokens: int):
-        """Raise a ValueError if the model cannot compute with `num_tokens` latent tokens."""
-        if type(num_tokens) is not int or not 1 <= num_tokens <= self.num_latent_tokens:
-            raise ValueError(
-                f"`num_tokens` is {num_tokens!r}, expected 1 to {self.num_latent_tokens}, the number of latent tokens "
-                "of this model (without [CLS]). `resize_tokens` adds more, which then have to be trained."
-            )
-
     @property
     def trained_token_counts(self) -> tuple[int, ...]:
         """Numbers of latent tokens that the model is trained with."""

@@ -8,36 +8,6 @@ from huggingface_hub.dataclasses import strict
 from .configuration_base import Size, SparseFormerBaseConfig, at_least, pair
 
 
-def nearest_grid(num_cells: int, image_size: tuple[int, int]) -> tuple[float, tuple[int, int]]:
-    """Divide an image of `image_size` into a grid of `num_cells` cells that are as close to squares as possible.
-    Return the absolute logarithm of the cells' aspect ratio, and the grid as `(rows, columns)`."""
-    height, width = image_size
-    grids = [(rows, num_cells // rows) for rows in range(1, num_cells + 1) if num_cells % rows == 0]
-    return min((abs(math.log(height * columns / (width * rows))), (rows, columns)) for rows, columns in grids)
-
-
-def choose_grid(num_cells: int, image_size: tuple[int, int], argument: str = "num_latent_tokens") -> tuple[int, int]:
-    """Divide images of `image_size` into a grid of `num_cells` cells that are as close to squares as possible.
-    Return the grid as `(rows, columns)`.
-
-    Raises:
-        ValueError: if `num_cells` is below 1, or one side of the cells would be more than twice as long as the other
-            side. The message names `argument` and suggests allowed numbers of cells.
-    """
-    if num_cells < 1:
-        raise ValueError(f"`{argument}` is {num_cells}, expected at least 1.")
-    largest = math.log(2) + 1e-6
-    stretch, grid = nearest_grid(num_cells, image_size)
-    if stretch > largest:
-        counts = sorted(range(1, 4 * num_cells + 8), key=lambda count: abs(count - num_cells))
-        fitting = [count for count in counts if nearest_grid(count, image_size)[0] <= largest]
-        raise ValueError(
-            f"`{argument}` is {num_cells}, which makes no grid of nearly square cells in images of {image_size[0]} x "
-            f"{image_size[1]} pixels; choose {', '.join(map(str, sorted(fitting[:3])))} or another number that does."
-        )
-    return grid
-
-
 @strict
 class PatchSparseFormerConfig(SparseFormerBaseConfig):
     r"""
@@ -74,7 +44,7 @@ class PatchSparseFormerConfig(SparseFormerBaseConfig):
         height, width = pair(self.patch_size)
         # A square patch size is stored as one number, because heads in Transformers divide by `patch_size`.
         self.patch_size = height if height == width else (height, width)
-        self.token_grid = pair(self.token_grid or choose_grid(self.num_latent_tokens, pair(self.image_size)))
+        self.token_grid = pair(self.token_grid or self.grid_of(self.num_latent_tokens, "num_latent_tokens"))
         super().__post_init__(**kwargs)
 
     @property
@@ -91,14 +61,37 @@ class PatchSparseFormerConfig(SparseFormerBaseConfig):
         return [(rows << level, columns << level) for level in range(max(finest, 1).bit_length())]
 
     def grid_of(self, num_tokens: int, argument: str = "num_tokens") -> tuple[int, int]:
-        """Return the grid of `num_tokens` cells as `(rows, columns)`. Raise a ValueError if no grid fits."""
-        if num_tokens == self.num_latent_tokens:
-            return self.token_grid
-        return choose_grid(num_tokens, pair(self.image_size), argument)
+        """Return the grid of `num_tokens` cells as `(rows, columns)`. For `num_latent_tokens` cells, this is
+        `token_grid`. For other numbers, cells of images of `image_size` are as close to squares as possible.
 
-    def require_num_tokens(self, num_tokens: int):
-        super().require_num_tokens(num_tokens)
-        self.grid_of(num_tokens)
+        Raises:
+            ValueError: if `num_tokens` is below 1, or one side of the cells would be more than twice as long as the
+                other side. The message names `argument` and suggests allowed numbers of cells.
+        """
+        if self.token_grid is not None and num_tokens == self.num_latent_tokens:
+            return self.token_grid
+        if num_tokens < 1:
+            raise ValueError(f"`{argument}` is {num_tokens}, expected at least 1.")
+        height, width = pair(self.image_size)
+        grids = [(rows, num_tokens // rows) for rows in range(1, num_tokens + 1) if num_tokens % rows == 0]
+        # Logarithms of the cells' aspect ratios.
+        stretch, grid = min(
+            (abs(math.log(height * columns / (width * rows))), (rows, columns)) for rows, columns in grids
+        )
+        if stretch > math.log(2) + 1e-6:
+            # A grid with `rows * squares` columns has square cells. Half to twice as many columns are allowed.
+            squares = width / height
+            fitting = {
+                rows * columns
+                for rows in range(1, math.isqrt(int(8 * (num_tokens + 2) / squares)) + 2)
+                for columns in range(math.ceil(rows * squares / 2), math.floor(rows * squares * 2) + 1)
+            }
+            nearest = sorted(sorted(fitting, key=lambda count: (abs(count - num_tokens), count))[:3])
+            raise ValueError(
+                f"`{argument}` is {num_tokens}, which makes no grid of nearly square cells in images of {height} x "
+                f"{width} pixels; choose {', '.join(map(str, nearest))} or another number that does."
+            )
+        return grid
 
     def validate_placement(self):
         """Check that a grid exists for each number of tokens in the configuration."""

@@ -14,7 +14,7 @@ from transformers import AutoImageProcessor
 
 from .evaluation.embeddings import EMBEDDINGS, image_embedder, image_maker
 from .exported import ExportedModule, is_exported, load_classifier, load_exported
-from .modeling.layers import class_scores
+from .modeling.layers import check_num_tokens, class_scores
 from .modeling.packing import pack_linear_layers
 from .reading import read_ahead, stack_pixels
 from .training.loading import load_model, load_pretrained
@@ -102,10 +102,10 @@ class _Application:
             pack_linear_layers(model)
         if num_tokens is not None:
             configs = (getattr(part, "config", None) for part in model.modules())
-            config = next((config for config in configs if hasattr(config, "require_num_tokens")), None)
+            config = next((config for config in configs if hasattr(config, "trained_token_counts")), None)
             if config is None:
                 raise without_choice(model, num_tokens)
-            config.require_num_tokens(num_tokens)
+            check_num_tokens(config, num_tokens)
         self.model = model
         self.image_processor = image_processor
         self.num_tokens = num_tokens

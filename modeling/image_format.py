@@ -6,14 +6,16 @@ import re
 from dataclasses import dataclass
 
 import torch
-from PIL import Image
 from torchvision.transforms import InterpolationMode, v2
+from transformers.image_utils import torch_pil_interpolation_mapping
 
 from ..configuration.configuration_base import pair
 
 
 # Map from PIL's numbers of resampling filters to torchvision's filters.
 FILTERS = {0: InterpolationMode.NEAREST_EXACT, 2: InterpolationMode.BILINEAR, 3: InterpolationMode.BICUBIC}
+# Map from timm's names of resampling filters to torchvision's filters.
+TIMM_FILTERS = {"nearest": FILTERS[0], "bilinear": FILTERS[2], "bicubic": FILTERS[3]}
 # Image processors of Transformers whose attributes describe the preprocessing completely.
 SUPPORTED = re.compile(
     "(Beit|Bit|Blip|CLIP|DeiT|DINOv3ViT|Flava|Llava|Segformer|Siglip|Siglip2|ViT)ImageProcessor(Pil)?"
@@ -29,8 +31,7 @@ class ImageFormat:
     # Mean and standard deviation for the normalization of pixel values in 0..1.
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)
     std: tuple[float, ...] = (0.5, 0.5, 0.5)
-    # PIL's number of the resampling filter.
-    resample: int = 2
+    interpolation: InterpolationMode = InterpolationMode.BILINEAR
     # Length of the shorter side in pixels before the center crop. None means no crop: images are resized to `size`.
     resize: int | None = None
     # How the position of a center crop is rounded if it lies halfway between two pixels. True rounds to the even
@@ -54,24 +55,62 @@ class ImageFormat:
                 "example AutoImageProcessor.from_pretrained(…)."
             )
         if (timm := getattr(processor, "data_config", None)) is not None:
-            size = timm["input_size"][1:]
-            mode = timm.get("crop_mode") or "center"
-            resample = timm["interpolation"]
-            crops = mode == "center"
-            if mode not in ("center", "squash") or (crops and size[0] != size[1]):
-                raise ValueError(
-                    f"`crop_mode` is {mode!r} and the size {size}, expected 'squash', or 'center' with a square."
-                )
-            resize = math.floor(min(size) / timm["crop_pct"]) if crops else None
-        else:
-            size, resize = _size_and_resize(processor)
-            resample = processor.resample
-            crops = False
-        number = getattr(Image.Resampling, resample.upper(), None) if isinstance(resample, str) else resample
-        if number not in FILTERS:
-            raise ValueError(f"Images are resized by {resample!r}, expected nearest (0), bilinear (2) or bicubic (3).")
-        mean, std = normalization_of(processor)
-        return cls(tuple(size), mean, std, int(number), resize, rounds_center=crops)
+            return cls._from_timm(timm)
+        name = type(processor).__name__
+        if not SUPPORTED.fullmatch(name) or getattr(processor, "do_pad", None):
+            raise ValueError(
+                f"The image processor is a {name}, which trainings cannot reproduce; expected a processor like ViT's "
+                "or CLIP's, without padding."
+            )
+        sides = dict(processor.size or {})
+        whole = (sides.get("height"), sides.get("width"))
+        shortest = sides.get("shortest_edge")
+        size = resize = None
+        if patches := getattr(processor, "max_num_patches", None):
+            size = (math.isqrt(patches) * processor.patch_size,) * 2
+        elif getattr(processor, "do_center_crop", None):
+            crop = (processor.crop_size["height"], processor.crop_size["width"])
+            if crop == whole:
+                size = crop
+            elif shortest or (whole[0] and whole[0] == whole[1]):
+                size = crop
+                resize = int(shortest or whole[0])
+        elif all(whole):
+            size = whole
+        elif shortest and not processor.do_resize:
+            # C-RADIO's processor does not resize images.
+            size = (shortest, shortest)
+            resize = int(shortest)
+        if size is None:
+            raise ValueError(f'{name} has the size {sides}, expected "height" and "width", or a center crop.')
+        if processor.resample not in FILTERS:
+            raise ValueError(
+                f"Images are resized by {processor.resample!r}, expected nearest (0), bilinear (2) or bicubic (3)."
+            )
+        normalizes = getattr(processor, "do_normalize", None)
+        mean, std = (processor.image_mean, processor.image_std) if normalizes else (0.0, 1.0)
+        # Value of a white pixel (255) after rescaling and before normalization.
+        white = 255 * processor.rescale_factor if getattr(processor, "do_rescale", None) else 255
+        triples = ((values,) * 3 if isinstance(values, int | float) else values for values in (mean, std))
+        mean, std = (tuple(value / white for value in values) for values in triples)
+        return cls(size, mean, std, FILTERS[processor.resample], resize)
+
+    @classmethod
+    def _from_timm(cls, config: dict) -> "ImageFormat":
+        size = tuple(config["input_size"][1:])
+        mode = config.get("crop_mode") or "center"
+        crops = mode == "center"
+        if mode not in ("center", "squash") or (crops and size[0] != size[1]):
+            raise ValueError(
+                f"`crop_mode` is {mode!r} and the size {size}, expected 'squash', or 'center' with a square."
+            )
+        name = config["interpolation"]
+        if name not in TIMM_FILTERS:
+            raise ValueError(f"Images are resized by {name!r}, expected one of {', '.join(TIMM_FILTERS)}.")
+        resize = math.floor(min(size) / config["crop_pct"]) if crops else None
+        mean = tuple(config["mean"])
+        std = tuple(config["std"])
+        return cls(size, mean, std, TIMM_FILTERS[name], resize, rounds_center=crops)
 
     @classmethod
     def from_config(cls, config) -> "ImageFormat":
@@ -85,7 +124,7 @@ class ImageFormat:
             (value,) * config.num_channels if isinstance(value, int | float) else tuple(value)
             for value in (config.image_mean, config.image_std)
         )
-        return cls(pair(config.image_size), mean, std, config.resample, config.resize_size)
+        return cls(pair(config.image_size), mean, std, FILTERS[config.resample], config.resize_size)
 
     def config_fields(self) -> dict:
         """Return the format as fields of a SparseFormer configuration."""
@@ -94,13 +133,9 @@ class ImageFormat:
             "image_size": height if height == width else [height, width],
             "image_mean": self.mean,
             "image_std": self.std,
-            "resample": self.resample,
+            "resample": int(torch_pil_interpolation_mapping[self.interpolation]),
             "resize_size": self.resize,
         }
-
-    @property
-    def interpolation(self) -> InterpolationMode:
-        return FILTERS[self.resample]
 
     @property
     def fill(self) -> list[int]:
@@ -124,45 +159,6 @@ class ImageFormat:
             return pixel_values
         device = pixel_values.device
         return (source.denormalize(pixel_values) - _channels(self.mean, device)) / _channels(self.std, device)
-
-
-def _size_and_resize(processor) -> tuple[tuple[int, int], int | None]:
-    name = type(processor).__name__
-    if not SUPPORTED.fullmatch(name) or getattr(processor, "do_pad", None):
-        raise ValueError(
-            f"The image processor is a {name}, which trainings cannot reproduce; expected a processor like ViT's or "
-            "CLIP's, without padding."
-        )
-    if patches := getattr(processor, "max_num_patches", None):
-        side = math.isqrt(patches) * processor.patch_size
-        return (side, side), None
-    size = dict(processor.size or {})
-    whole = (size.get("height"), size.get("width"))
-    shortest = size.get("shortest_edge")
-    if getattr(processor, "do_center_crop", None):
-        crop = (processor.crop_size["height"], processor.crop_size["width"])
-        if crop == whole:
-            return crop, None
-        if shortest or (whole[0] and whole[0] == whole[1]):
-            return crop, int(shortest or whole[0])
-    elif all(whole):
-        return whole, None
-    elif shortest and not processor.do_resize:
-        # C-RADIO's processor does not resize images.
-        return (shortest, shortest), int(shortest)
-    raise ValueError(f'{name} has the size {size}, expected "height" and "width", or a center crop.')
-
-
-def normalization_of(processor) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return the mean and standard deviation of an image processor, for pixel values in 0..1."""
-    if (timm := getattr(processor, "data_config", None)) is not None:
-        return tuple(timm["mean"]), tuple(timm["std"])
-    mean, std = (processor.image_mean, processor.image_std) if getattr(processor, "do_normalize", None) else (0.0, 1.0)
-    # Value of a white pixel (255) after rescaling and before normalization.
-    white = 255 * processor.rescale_factor if getattr(processor, "do_rescale", None) else 255
-    triples = ((values,) * 3 if isinstance(values, int | float) else values for values in (mean, std))
-    mean, std = (tuple(value / white for value in values) for values in triples)
-    return mean, std
 
 
 def set_size(image_processor, image_size: int | list[int] | tuple[int, int]):

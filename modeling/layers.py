@@ -513,7 +513,13 @@ def check_num_tokens(config, num_tokens: int) -> int:
         ValueError: if `num_tokens` is below 1 or above `num_latent_tokens`, or if a PatchSparseFormer has no grid with
             that number of cells.
     """
-    config.require_num_tokens(num_tokens)
+    if type(num_tokens) is not int or not 1 <= num_tokens <= config.num_latent_tokens:
+        raise ValueError(
+            f"`num_tokens` is {num_tokens!r}, expected 1 to {config.num_latent_tokens}, the number of latent tokens "
+            "of this model (without [CLS]). `resize_tokens` adds more, which then have to be trained."
+        )
+    if config.has_patch_embedding:
+        config.grid_of(num_tokens)
     if num_tokens not in config.trained_token_counts and not torch.compiler.is_compiling():
         trained = ", ".join(map(str, config.trained_token_counts))
         logger.warning_once(

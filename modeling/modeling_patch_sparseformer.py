@@ -25,7 +25,6 @@ from ..configuration.configuration_base import pair
 from ..configuration.configuration_patch_sparseformer import (
     PatchSparseFormerConfig,
     PatchSparseFormerProjectionConfig,
-    choose_grid,
 )
 from .layers import (
     INITIALIZER_STD,
@@ -213,7 +212,7 @@ class PatchSparseFormerPreTrainedModel(SparseFormerBasePreTrainedModel):
         """
         config = self.config
         embeddings = self.base_model.embeddings
-        grid = choose_grid(num_latent_tokens, pair(config.image_size))
+        grid = config.grid_of(num_latent_tokens, "num_latent_tokens")
         positions = embeddings.positions_of(grid).clone()
         embeddings.position_embeddings = nn.Parameter(positions, embeddings.position_embeddings.requires_grad)
         config.token_grid = grid

@@ -24,7 +24,6 @@ from transformers import (
 )
 
 from ..configuration.configuration_base import pair
-from ..configuration.configuration_patch_sparseformer import nearest_grid
 from .hosts import Anatomy, read_anatomy
 from .hosts.anatomy import GridPositions, Projection
 from .hosts.running import evaluation_mode, make_example, relative_difference
@@ -96,8 +95,12 @@ def check_grid(config: PreTrainedConfig, grid: tuple[int, int], model_type: str)
     rows, columns = grid
     if rows == columns or model_type in TAKES_RECTANGLES:
         return
-    sides = range(1, math.isqrt(config.num_latent_tokens) + 1)
-    squares = [side * side for side in sides if nearest_grid(side * side, pair(config.image_size))[1] == (side, side)]
+    squares = []
+    height, width = pair(config.image_size)
+    # In longer images, no square grid has nearly square cells.
+    if max(height, width) <= 2 * min(height, width):
+        sides = range(1, math.isqrt(config.num_latent_tokens) + 1)
+        squares = [side * side for side in sides if config.grid_of(side * side) == (side, side)]
     raise ValueError(
         f"`num_tokens` is {rows * columns}, a grid of {rows} x {columns}, but a {model_type} takes square grids "
         f"alone; expected one of {', '.join(map(str, squares))}."

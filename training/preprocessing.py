@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageOps
 
-from ..modeling.image_format import ImageFormat, normalization_of
+from ..modeling.image_format import ImageFormat
 from .text import first_line
 
 
@@ -134,7 +134,7 @@ def _keeps_middle(image_processor) -> bool:
 
 def restore_images(image_processor, pixel_values: torch.Tensor) -> torch.Tensor:
     """Convert an image processor's pixel values back to RGB values from 0 to 1, as float32 on the CPU."""
-    image_format = ImageFormat(tuple(pixel_values.shape[-2:]), *normalization_of(image_processor))
+    image_format = ImageFormat.from_processor(image_processor)
     return image_format.denormalize(pixel_values.detach().float().cpu()).clamp(0, 1)
 
 

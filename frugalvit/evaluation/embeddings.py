@@ -69,7 +69,7 @@ def image_maker(image_processor):
     image_format = ImageFormat.from_processor(image_processor)
     return ViTImageProcessor(
         size=dict(zip(("height", "width"), image_format.size, strict=True)),
-        resample=image_format.resample,
+        resample=image_processor.resample,
         image_mean=list(image_format.mean),
         image_std=list(image_format.std),
     )

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torchvision.transforms import InterpolationMode
 from transformers import SegformerConfig, SegformerForSemanticSegmentation, SegformerImageProcessor
 
 from frugalvit.cli import main
@@ -25,7 +26,7 @@ class ByColor(torch.nn.Module):
 @pytest.mark.parametrize("window", [None, 40, 24, 64], ids=["whole", "two", "smaller", "larger"])
 def test_windows_keep_the_positions_of_pixels(window, scenes):
     images = load_masked_images(scenes, "train")
-    image_format = ImageFormat((40, 52), mean=(0.0, 0.0, 0.0), std=(1 / 255, 1 / 255, 1 / 255), resample=0)
+    image_format = ImageFormat((40, 52), (0.0, 0.0, 0.0), (1 / 255, 1 / 255, 1 / 255), InterpolationMode.NEAREST_EXACT)
     results = segmentation_scores(ByColor(), image_format, images, MaskReader(4), batch_size=5, window=window)
     assert results["images"] == 12 and results["skipped"] == 0
     assert results["pixel_accuracy"] == 1 if window in (None, 40) else results["pixel_accuracy"] > 0.8

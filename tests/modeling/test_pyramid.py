@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from frugalvit import PatchSparseFormerConfig, PatchSparseFormerModel
-from frugalvit.configuration.configuration_patch_sparseformer import choose_grid
 from frugalvit.modeling.placement import cut_patches
 
 
@@ -24,9 +23,8 @@ def test_products_with_patches_equal_a_convolution(grid, patch):
 
 
 def test_the_grid_of_a_count_has_nearly_square_cells():
-    assert choose_grid(64, (224, 224)) == (8, 8)
-    assert choose_grid(20, (224, 224)) in ((4, 5), (5, 4))
-    assert choose_grid(18, (224, 448)) == (3, 6)
+    for count, image_size, grid in ((64, 224, (8, 8)), (20, 224, (5, 4)), (18, (224, 448), (3, 6))):
+        assert PatchSparseFormerConfig(image_size=image_size, num_latent_tokens=count).token_grid == grid
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from torchvision.transforms import InterpolationMode
 
 from drawn import encode, scene
 from frugalvit.modeling.image_format import ImageFormat
@@ -79,7 +80,7 @@ def test_images_without_pictures_of_masks_are_refused(masks, message, tmp_path):
         load_masked_images(str(tmp_path), "train")
 
 
-NEAREST = ImageFormat((24, 32), mean=(0.0, 0.0, 0.0), std=(1 / 255, 1 / 255, 1 / 255), resample=0)
+NEAREST = ImageFormat((24, 32), (0.0, 0.0, 0.0), (1 / 255, 1 / 255, 1 / 255), InterpolationMode.NEAREST_EXACT)
 
 
 class TestData:
