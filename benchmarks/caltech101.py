@@ -387,9 +387,7 @@ def compare_features(arguments):
     kept, epochs, left_out, classes = arguments.train, 2, [], f"all {len(class_names(train))} classes"
     if arguments.title == CALTECH:
         kept, epochs, classes = runs / "kept-classes.parquet", 1, f"{len(LEFT_OUT)} of 101 classes"
-        if not kept.is_file():
-            with atomic_file(kept) as file:
-                of_classes(train, {*range(len(class_names(train)))} - {*LEFT_OUT}).to_parquet(file)
+        write_classes(kept, train, {*range(len(class_names(train)))} - {*LEFT_OUT})
         left_out = [class_names(train)[label] for label in LEFT_OUT]
         train, test = (of_classes(images, LEFT_OUT) for images in (train, test))
     student = runs / f"features-elastic-seed{seed}"
@@ -420,6 +418,14 @@ def compare_features(arguments):
 
 def of_classes(images: datasets.Dataset, classes: Container[int]) -> datasets.Dataset:
     return images.select([row for row, label in enumerate(label_numbers(images)) if label in classes])
+
+
+def write_classes(file: Path, images: datasets.Dataset, classes: Container[int]):
+    """Write the images of some classes as a parquet file, if the file does not exist."""
+    if not file.is_file():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_file(file) as aside:
+            of_classes(images, classes).to_parquet(aside)
 
 
 def classified_rightly(

@@ -1,148 +1,250 @@
 """Measure image search in which a student replaces its teacher for the queries, for the index, or for both.
 
     python benchmarks/index_recall.py --data Caltech-101 caltech101-train.parquet caltech101-test.parquet
+    python benchmarks/index_recall.py losses --train TRAIN --test TEST --data ImageNet-sample IMAGES
+    python benchmarks/index_recall.py texts --test cifar10-test.parquet
 
 The values of `--data` are a title, a file with photographs for the index and a file with photographs for the queries.
 Without the last file, the photographs of the index are also the queries. A photograph is then left out of the results
 of its own query. `--data` can be repeated.
 
-In the reference search, the teacher embeds queries and index. Each row measures a model in one of these roles:
+`models`, the default, measures the student and the teacher on smaller images. In the reference search, the teacher
+embeds queries and index. Each row measures a model in one of these roles:
 
 - "queries": the model embeds the queries, and the teacher embeds the index.
 - "index": the teacher embeds the queries, and the model embeds the index.
 - "grown": the model embeds the queries and half of the index, and the teacher embeds the other half of the index.
 - "both": the model embeds the queries and the index.
 
+`losses` bootstraps students with each of LOSSES from photographs of Caltech-101 without `caltech101.LEFT_OUT`, 20 of
+the classes. The students and the student `--student` embed the queries. The searched photographs are those of the 20
+classes and those of `--data`. Scores are averaged over seeds.
+
+`texts` searches images by sentences about their classes. The shipped CLIP with a SparseFormer embeds both.
+
 Scores are means over queries:
 
 - `neighbors@1`: 1 if the row's search and the reference search have the same first result, and 0 otherwise.
 - `neighbors@10`: share of the reference search's first ten results that are also in the row's first ten results.
-- `neighbors_in_50`: share of the reference search's first ten results that are in the row's first fifty results.
+- `neighbors_in_50`: share of the reference search's first ten results that are in the row's first fifty results. If
+  the teacher sorts these fifty results, the share is also that of the first ten results after sorting.
 - `labels@1`: 1 if the row's first result has the label of the query, and 0 otherwise.
 - `labels@10`: share of the row's first ten results that have the label of the query.
 
-`…_error` is the standard error over queries. `…_difference` compares a student with the teacher on smaller images.
-These images have as many patches as the student has tokens. The value is the student's score minus the teacher's
-score. `labels…_to_teacher` is a model's score minus the score of the teacher on full-size images. Both differences are
-computed for each query and averaged.
+`…_error` is the standard error over queries. `…_difference` is the score minus the score of the cosine loss, and
+`…_differences` has this difference for each seed.
 """
 
 import argparse
+import dataclasses
+import functools
 import itertools
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from unittest import mock
 
+import caltech101
 import datasets
 import torch
 import torch.nn.functional as F
 
 from frugalvit import checkpoint_path
-from frugalvit.baselines import LOWER_RESOLUTION, Baseline, load_students, load_teachers
+from frugalvit.baselines import Baseline, load_students, load_teachers
 from frugalvit.compare import embed_all
+from frugalvit.evaluation.retrieval import embed_all_images
+from frugalvit.evaluation.two_towers import embed_all_texts, load_two_towers
 from frugalvit.modeling.packing import pack_linear_layers
-from frugalvit.training.data import label_numbers, load_images, sample
-from shared import add_results_argument, make_parser, write_table
+from frugalvit.training import bootstrap
+from frugalvit.training.data import class_names, label_numbers, load_images, sample
+from frugalvit.training.losses import AlignmentLoss
+from shared import add_precision_argument, add_run_arguments, make_parser, run_training, write_table
+from small_clip import SENTENCES
 
 
 COUNTS = (1, 10)
 SHORTLIST = 50
 ROLES = ("queries", "index", "grown", "both")
+# Weights of the cosine loss and of the relational loss. With these weights, both losses are of about the same size.
+LOSSES = {"cosine": (1, 0), "relational": (0, 30), "both": (1, 30)}
 
 
 def main():
     parser = make_parser(__doc__)
+    parser.add_argument("what", nargs="?", choices=COMMANDS, default="models")
     parser.add_argument(
         "--data",
         action="append",
         nargs="+",
-        required=True,
+        default=[],
         metavar=("TITLE", "IMAGES"),
         help="title, images of the index and images of the queries; can be repeated",
     )
+    parser.add_argument("--train", help="parquet file of Caltech-101's training images")
+    parser.add_argument("--test", help="parquet file of test images")
     parser.add_argument("--teacher", default=str(checkpoint_path("caltech101-vit")))
     parser.add_argument("--student", default=str(checkpoint_path("caltech101-sparseformer")))
     parser.add_argument("--sizes", type=int, nargs="+", default=[112, 84, 56], help="pixels of the teacher's images")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[16, 36, 64], help="of new students")
+    parser.add_argument("--steps", type=int, default=25, help=f"of {caltech101.BATCH_SIZE} views (default: 25)")
     parser.add_argument("--index-images", type=int, help="size of the index, drawn at random (default: all images)")
     parser.add_argument("--query-images", type=int, help="number of queries, drawn at random (default: all images)")
-    add_results_argument(parser)
-    parser.add_argument("--runs-dir", type=Path, default=Path("runs/index-recall"), help="default: %(default)s")
-    arguments = parser.parse_args()
+    add_precision_argument(parser, "bf16")
+    add_run_arguments(parser, "runs/index-recall")
+    caltech101.run_command(parser, COMMANDS)
+
+
+def settings(arguments, *names: str) -> dict:
+    return {name: getattr(arguments, name) for name in ("index_images", "query_images", *names)}
+
+
+def compare_models(arguments):
     baselines = load_teachers(arguments.teacher, resolutions=arguments.sizes) + load_students(arguments.student)
-    for baseline in baselines:
-        pack_linear_layers(baseline.model)
     rows = []
-    settings = {name: getattr(arguments, name) for name in ("index_images", "query_images")}
     for title, *files in arguments.data:
-        rows += [{"data": title} | row for row in measure(arguments, baselines, *files)]
-        write_table(arguments.results_dir / "index_recall.json", settings, rows)
+        for baseline, about, found in search(arguments, baselines, *files):
+            about["method"] = baseline.method
+            rows.append({"data": title} | about | describe(found))
+        write_table(arguments.results_dir / "index_recall.json", settings(arguments), rows)
 
 
-def measure(
-    arguments: argparse.Namespace, baselines: list[Baseline], index_file: str, query_file: str | None = None
-) -> list[dict]:
-    """Return a row for each model and role, measured on the photographs of one data set."""
-    index, index_embeddings = embed(arguments, baselines, index_file, arguments.index_images)
-    queries, query_embeddings = index, index_embeddings
-    if query_file:
-        queries, query_embeddings = embed(arguments, baselines, query_file, arguments.query_images)
-    of_index = labels(index)
-    of_queries = labels(queries)
-    teacher_queries = query_embeddings[0]
-    teacher_index = index_embeddings[0]
+def search(
+    arguments: argparse.Namespace,
+    baselines: list[Baseline],
+    index_file: str,
+    query_file: str | None = None,
+    roles: Sequence[str] = ROLES,
+) -> list[tuple[Baseline, dict, dict[str, torch.Tensor]]]:
+    """Search the photographs of a data set with each model in each of `roles`. The first model is the teacher, which
+    is only measured in the last role. Return the model, its description and its scores."""
+    index = sample(load_images([index_file], "train"), arguments.index_images, seed=0)
+    queries = sample(load_images([query_file], "train"), arguments.query_images, seed=0) if query_file else index
+    embed_index = functools.partial(embed, arguments, index_file, index)
+    embed_queries = functools.partial(embed, arguments, query_file or index_file, queries)
     leave_out = query_file is None
-    truth = nearest(teacher_queries, teacher_index, leave_out)
-    of_teacher = scores(truth, truth, of_queries, of_index)
-    smaller = {}
+    teacher, *others = baselines
+    truth = nearest(embed_queries(teacher), embed_index(teacher), leave_out)
     rows = []
-    for baseline, own_queries, own_index in zip(baselines, query_embeddings, index_embeddings, strict=True):
-        about = {
-            "model": baseline.name,
-            "method": baseline.method,
-            "tokens": baseline.tokens,
-            "queries": len(queries),
-            "index": len(index),
-        }
-        if baseline is baselines[0]:
-            rows.append(about | {"role": "both"} | describe(of_teacher))
-            continue
-        grown = teacher_index.clone()
-        grown[1::2] = own_index[1::2]
-        pairs = (
-            (own_queries, teacher_index),
-            (teacher_queries, own_index),
-            (own_queries, grown),
-            (own_queries, own_index),
-        )
-        for role, pair in zip(ROLES, pairs, strict=True):
-            found = scores(nearest(*pair, leave_out), truth, of_queries, of_index)
-            row = about | {"role": role} | describe(found)
-            for name in found:
-                if name.startswith("labels"):
-                    row |= difference(f"{name}_to_teacher", found[name], of_teacher[name])
-            same_cost = smaller.get((baseline.tokens, role), {})
-            for name in same_cost:
-                row |= difference(f"{name}_difference", found[name], same_cost[name])
-            if baseline.method == LOWER_RESOLUTION:
-                smaller[baseline.tokens, role] = found
-            rows.append(row)
+    for baseline, role in [(teacher, roles[-1]), *itertools.product(others, roles)]:
+        own_index = embed_index(teacher if role == "queries" else baseline)
+        if role == "grown":
+            own_index[::2] = embed_index(teacher)[::2]
+        own_queries = embed_queries(teacher if role == "index" else baseline)
+        found = scores(nearest(own_queries, own_index, leave_out), truth, labels(queries), labels(index))
+        about = {"model": baseline.name, "tokens": baseline.tokens, "role": role}
+        rows.append((baseline, about | {"queries": len(queries), "index": len(index)}, found))
     return rows
 
 
-def embed(
-    arguments: argparse.Namespace, baselines: list[Baseline], file: str, limit: int | None
-) -> tuple[datasets.Dataset, list[torch.Tensor]]:
-    """Load images, and embed the images by each model. Embeddings are saved and reused by later runs."""
-    images = sample(load_images([file], "train"), limit, seed=0)
-    embeddings = []
-    # Each image is decoded once for all models with the same image processor.
-    groups = itertools.groupby(baselines, key=lambda baseline: id(baseline.image_processor))
-    for number, (_, group) in enumerate(groups):
-        kept = arguments.runs_dir / f"{Path(file).stem}-{limit or 'all'}-{number}.pt"
-        if not kept.is_file():
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            found, _ = embed_all(list(group), images)
-            torch.save([draws.mean(0) for draws in found], kept)
-        embeddings += torch.load(kept)
-    return images, embeddings
+def embed(arguments: argparse.Namespace, file: str, images: datasets.Dataset, baseline: Baseline) -> torch.Tensor:
+    """Embed images by a model. Embeddings are saved and reused by later calls."""
+    kept = arguments.runs_dir / "embeddings" / f"{Path(file).stem}-{len(images)}-{baseline.name}.pt"
+    if not kept.is_file():
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        pack_linear_layers(baseline.model)
+        [found], _ = embed_all([baseline], images)
+        torch.save(found.mean(0), kept)
+    return torch.load(kept)
+
+
+class WeightedLoss(AlignmentLoss):
+    """Weighted sum of the cosine loss and the relational loss (`relational_loss`)."""
+
+    weights = (1, 0)
+
+    def forward(self, outputs, embedding: torch.Tensor, **others) -> torch.Tensor:
+        student_embedding = self.project(outputs.pooler_output).float()
+        losses = (super().forward(outputs, embedding, **others), relational_loss(student_embedding, embedding))
+        return sum(weight * loss for weight, loss in zip(self.weights, losses, strict=True) if weight)
+
+
+def relational_loss(embeddings: torch.Tensor, of_teacher: torch.Tensor) -> torch.Tensor:
+    """Return the mean squared difference between the student's and the teacher's cosines of two images of a batch
+    (after Park et al., *Relational Knowledge Distillation*, CVPR 2019, which compares distances and angles)."""
+    others = ~torch.eye(len(embeddings), dtype=torch.bool, device=embeddings.device)
+    found, expected = (F.normalize(each, dim=1) for each in (embeddings, of_teacher))
+    return F.mse_loss((found @ found.T)[others], (expected @ expected.T)[others])
+
+
+def compare_losses(arguments):
+    kept, *held_out = split_classes(arguments)
+    baselines = load_teachers(arguments.teacher, resolutions=[])
+    changes = {"AlignmentLoss": WeightedLoss, "read_anatomy": remembering(bootstrap.read_anatomy)}
+    with mock.patch.multiple(bootstrap, **changes):
+        for seed, (loss, weights) in itertools.product(arguments.seeds, LOSSES.items()):
+            argv = caltech101.shared_arguments(arguments, arguments.teacher, kept, seed)
+            argv += ["--max_steps", str(arguments.steps), "--num_tokens", *map(str, arguments.tokens)]
+            folder = arguments.runs_dir / f"{loss}-seed{seed}"
+            with mock.patch.object(WeightedLoss, "weights", weights):
+                run_training(bootstrap, folder, argv)
+            baselines += load_students(str(folder), loss)
+    shipped = load_students(arguments.student)
+    baselines += [each for each in shipped if each.model.num_tokens in arguments.tokens]
+    rows = []
+    for title, *files in [["Caltech-101, held-out classes", *held_out], *arguments.data]:
+        runs = {}
+        for baseline, about, found in search(arguments, baselines, *files, roles=ROLES[:1]):
+            about["model"] = baseline.method
+            runs.setdefault((baseline.method, baseline.tokens), []).append((about, found))
+        by_model = {}
+        for (model, tokens), several in runs.items():
+            found = {name: torch.stack([each[name] for _, each in several]) for name in several[0][1]}
+            row = {"data": title} | several[0][0] | {"seeds": len(several)}
+            row |= describe({name: each.mean(0) for name, each in found.items()})
+            for name, cosine in by_model.get(("cosine", tokens), {}).items():
+                differences = found[name] - cosine
+                row |= describe({f"{name}_difference": differences.mean(0)})
+                row[f"{name}_differences"] = differences.mean(1).tolist()
+            by_model[model, tokens] = found
+            rows.append(row)
+    names = ("steps", "seeds", "mixed_precision")
+    write_table(arguments.results_dir / "index_losses.json", settings(arguments, *names), rows)
+
+
+def split_classes(arguments) -> list[str]:
+    """Write three files: training images of the classes in training, and training images and test images of the other
+    classes."""
+    train, test = (load_images([images], "train") for images in (arguments.train, arguments.test))
+    held_out = caltech101.LEFT_OUT
+    kept = {*range(len(class_names(train)))} - {*held_out}
+    parts = {"kept": (train, kept), "held-out-train": (train, held_out), "held-out-test": (test, held_out)}
+    files = {arguments.runs_dir / f"{name}.parquet": part for name, part in parts.items()}
+    for file, part in files.items():
+        caltech101.write_classes(file, *part)
+    return [str(file) for file in files]
+
+
+def remembering(read_anatomy: Callable) -> Callable:
+    """Return `read_anatomy` with saved results of `embed`. Students with the same seed learn from the same views, so
+    the teacher embeds each batch of views only once."""
+    known = {}
+
+    def read(*arguments):
+        anatomy = read_anatomy(*arguments)
+
+        def embed(pixel_values: torch.Tensor) -> torch.Tensor:
+            views = hash(pixel_values.cpu().numpy().tobytes())
+            if views not in known:
+                known[views] = anatomy.embed(pixel_values)
+            return known[views]
+
+        return dataclasses.replace(anatomy, embed=embed)
+
+    return read
+
+
+def search_by_texts(arguments):
+    name = "cifar10-sparseformer-clip"
+    towers = load_two_towers(str(checkpoint_path(name)), device="cpu")
+    images = load_images([arguments.test], "train")
+    names = class_names(images)
+    texts = [sentence.format(name) for sentence in SENTENCES for name in names]
+    found = nearest(embed_all_texts(towers, texts, 64), embed_all_images(towers, images, 256, 0), leave_out=False)
+    right = labels(images)[found] == torch.arange(len(names)).repeat(len(SENTENCES))[:, None]
+    # Sentences about one class have similar results. The standard error is therefore that of classes.
+    right = right.double().unflatten(0, (len(SENTENCES), len(names))).mean(0)
+    row = {"model": name, "queries": len(texts), "index": len(images), "chance": 1 / len(names)}
+    row |= describe({f"labels@{count}": right[:, :count].mean(1) for count in COUNTS})
+    write_table(arguments.results_dir / "index_texts.json", {"sentences": SENTENCES}, [row])
 
 
 def labels(images: datasets.Dataset) -> torch.Tensor | None:
@@ -180,19 +282,19 @@ def scores(
 
 
 def describe(by_name: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Return the mean of each score and its standard error over queries."""
     described = {}
     for name, values in by_name.items():
-        described |= {name: values.mean().item(), f"{name}_error": standard_error(values)}
+        described |= {name: values.mean().item(), f"{name}_error": values.std().item() / len(values) ** 0.5}
     return described
 
 
-def difference(name: str, values: torch.Tensor, others: torch.Tensor) -> dict[str, float]:
-    paired = values - others
-    return {name: paired.mean().item(), f"{name}_error": standard_error(paired)}
-
-
-def standard_error(values: torch.Tensor) -> float:
-    return values.std().item() / len(values) ** 0.5
+# Function and required arguments of each command.
+COMMANDS = {
+    "models": (compare_models, ()),
+    "losses": (compare_losses, ("train", "test")),
+    "texts": (search_by_texts, ("test",)),
+}
 
 
 if __name__ == "__main__":
