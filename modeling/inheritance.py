@@ -95,6 +95,7 @@ def inherit_patches(
     if truncated:
         prefix = blank_image_prefix(anatomy, truncated)
     else:
+        # Tokens with positions. The student applies the teacher's `pre_norm` itself.
         prefix = projection.weight.new_zeros(0, hidden_size)
         prefix = torch.cat([prefix, *(token.reshape(-1, hidden_size) for token in anatomy.prefix_tokens)])
         if isinstance(anatomy.patch_positions, GridPositions):
