@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import torch
 from PIL import Image
 from tqdm import tqdm
@@ -21,7 +22,7 @@ from .modeling.packing import pack_linear_layers
 from .pictures import check_picture_path, draw_rois, save_figure
 from .reading import read_ahead, stack_pixels
 from .training.arguments import POSITIVE
-from .training.data import METADATA_FILES, NOT_READ, files_within, leave_out, load_images
+from .training.data import METADATA_FILES, NOT_READ, files_within, find_image_column, leave_out, load_table
 from .training.preprocessing import (
     IMAGE_ENDINGS,
     UNREAD_ENDINGS,
@@ -293,8 +294,18 @@ def find_files(paths: Sequence[Path], image_column: str | None = None) -> Iterat
     """Yield a name and a path for each image file, and a name and a record for each image of a parquet file."""
     for path in paths:
         if path.suffix.lower() == ".parquet":
-            images = load_images(str(path), image_column=image_column, streaming=True, labels=False)
-            for index, record in enumerate(images):
-                yield f"{path}[{index}]", record["image"]
+            for index, record in enumerate(_read_parquet(path, image_column)):
+                yield f"{path}[{index}]", record
         else:
             yield str(path), path
+
+
+def _read_parquet(path: Path, image_column: str | None) -> Iterator[dict]:
+    """Yield the undecoded images of a parquet file. The image column is chosen in the same way as for training."""
+    features = load_table(str(path), streaming=True).features
+    column = find_image_column(features, image_column, repr(str(path)))
+    with pq.ParquetFile(path) as file:
+        # `datasets` would keep more images in memory.
+        for batch in file.iter_batches(64, columns=[column]):
+            for value in batch.column(0).to_pylist():
+                yield value if isinstance(value, dict) else {"path" if isinstance(value, str) else "bytes": value}

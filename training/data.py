@@ -164,7 +164,6 @@ def load_images(
     class_names: list[str] | None = None,
     default_names: list[str] | None = None,
     streaming: bool = False,
-    labels: bool = True,
 ) -> datasets.Dataset | datasets.IterableDataset:
     """Load images and their labels.
 
@@ -181,7 +180,6 @@ def load_images(
             contain all labels.
         default_names (`list[str]`, *optional*): Class names to use if neither `class_names` nor the data set has any.
         streaming (`bool`, *optional*, defaults to `False`): Read images only when they are used.
-        labels (`bool`, *optional*, defaults to `True`): Load labels, if there are any.
 
     Returns:
         `datasets.Dataset` or `datasets.IterableDataset`: The images, with the columns `image` and `label`.
@@ -192,52 +190,38 @@ def load_images(
     """
     table = load_table(dataset, split, name, streaming)
     source = repr(dataset) if isinstance(dataset, str | list) else "The data set"
+    is_stream = isinstance(table, datasets.IterableDataset)
     features = table.features
-    pictures = [column for column, feature in features.items() if isinstance(feature, datasets.Image)]
-    classes = [column for column, feature in features.items() if labels and isinstance(feature, datasets.ClassLabel)]
-    dtypes = dict.fromkeys(features, "")
-    for column, feature in features.items():
-        if isinstance(feature, datasets.Value | datasets.ClassLabel):
-            dtypes[column] = feature.dtype.removeprefix("large_")
-    pictures = pictures or [column for column, dtype in dtypes.items() if dtype == "binary"]
-    for what, given, found in (("image", image_column, pictures), ("label", label_column, classes)):
-        if given is not None and given not in features:
-            raise ValueError(f"{source} has no column {given!r} (--{what}-column); it has {', '.join(features)}.")
-        if given is None and (len(found) > 1 or (what == "image" and not found)):
-            count = f"{len(found) or 'no'} {what} columns among {', '.join(features)}"
-            raise ValueError(f"{source} has {count}; give --{what}-column.")
-    image = image_column or pictures[0]
-    if image not in pictures and dtypes[image] not in ("binary", "string"):
-        raise ValueError(f"The column {image!r} of {source} holds {features[image]}, expected images.")
+    image = find_image_column(features, image_column, source)
+    classes = [column for column, feature in features.items() if isinstance(feature, datasets.ClassLabel)]
+    if label_column not in (None, *features):
+        raise ValueError(f"{source} has no column {label_column!r} (--label-column); it has {', '.join(features)}.")
+    if label_column is None and len(classes) > 1:
+        raise ValueError(f"{source} has the label columns {', '.join(classes)}; give --label-column.")
     label = label_column or next(iter(classes), None)
-    dtype = dtypes.get(label or "label", "")
-    is_label = dtype in ("bool", "string") or "int" in dtype
+    feature = features.get(label or "label")
+    dtype = feature.dtype if isinstance(feature, datasets.Value | datasets.ClassLabel) else ""
+    is_text = "string" in dtype
+    is_label = is_text or dtype == "bool" or "int" in dtype
     if label and not is_label:
-        raise ValueError(f"The column {label!r} of {source} holds {features[label]}, expected class numbers.")
+        raise ValueError(f"The column {label!r} of {source} holds {feature}, expected class numbers.")
     # The texts in a stream's column are not known in advance. So a stream's texts are only used as labels if
     # `class_names` is given.
-    is_open = dtype == "string" and isinstance(table, datasets.IterableDataset) and not class_names
-    if labels and is_label and not is_open:
+    if is_label and (class_names or not is_text or not is_stream):
         label = label or "label"
     columns = {image: "image"} | ({label: "label"} if label else {})
     # The column is cast before it is renamed: renaming a column of unknown type would read rows of a stream.
     table = table.cast_column(image, datasets.Image(decode=False)).select_columns(list(columns))
     table = table.rename_columns({old: new for old, new in columns.items() if old != new})
-    return name_classes(table, class_names, default_names) if label else table
-
-
-def name_classes(table, class_names: list[str] | None, default_names: list[str] | None):
-    """Convert the labels of a data set to a `ClassLabel`. If all labels are missing or -1, remove them. See
-    `load_images` for arguments and errors."""
-    feature = table.features["label"]
-    own = feature.names if isinstance(feature, datasets.ClassLabel) else None
+    if not label:
+        return table
+    own = features[label].names if label in classes else None
     names = class_names or own or default_names
-    if isinstance(table, datasets.IterableDataset):
-        if names is None:
-            raise ValueError("The stream's labels have no names; give them with class_names.")
-    elif "string" in feature.dtype:
+    if is_stream and names is None:
+        raise ValueError("The stream's labels have no names; give them with class_names.")
+    if not is_stream and is_text:
         names = names or sorted(text for text in table.unique("label") if text is not None)
-    else:
+    elif not is_stream:
         highest = label_numbers(table).max(initial=-1)
         if highest < 0:
             # In splits without labels, such as ImageNet's test split, all labels are -1.
@@ -252,6 +236,23 @@ def name_classes(table, class_names: list[str] | None, default_names: list[str] 
         return table.cast_column("label", datasets.ClassLabel(names=names))
     except ValueError as error:
         raise ValueError(f"Not all labels are among the classes {shortened(names)} ({first_line(error)}).") from error
+
+
+def find_image_column(features: datasets.Features, given: str | None, source: str) -> str:
+    """Return the name of the only column of images or, if there is none, of the only column of bytes. If `given` names
+    a column, check that the column holds images, bytes or paths. `source` describes the data set in messages."""
+    found = [column for column, feature in features.items() if isinstance(feature, datasets.Image)]
+    found = found or [column for column, feature in features.items() if "binary" in getattr(feature, "dtype", "")]
+    if given is None and len(found) != 1:
+        count = f"{len(found) or 'no'} image columns among {', '.join(features)}"
+        raise ValueError(f"{source} has {count}; give --image-column.")
+    if given not in (None, *features):
+        raise ValueError(f"{source} has no column {given!r} (--image-column); it has {', '.join(features)}.")
+    column = given or found[0]
+    dtype = getattr(features[column], "dtype", "")
+    if column not in found and "binary" not in dtype and "string" not in dtype:
+        raise ValueError(f"The column {column!r} of {source} holds {features[column]}, expected images.")
+    return column
 
 
 def load_table(
