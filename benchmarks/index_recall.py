@@ -2,7 +2,7 @@
 
     python benchmarks/index_recall.py --data Caltech-101 caltech101-train.parquet caltech101-test.parquet
     python benchmarks/index_recall.py losses --train TRAIN --test TEST --data ImageNet-sample IMAGES
-    python benchmarks/index_recall.py texts --test cifar10-test.parquet
+    python benchmarks/index_recall.py texts
 
 The values of `--data` are a title, a file with photographs for the index and a file with photographs for the queries.
 Without the last file, the photographs of the index are also the queries. A photograph is then left out of the results
@@ -20,7 +20,8 @@ embeds queries and index. Each row measures a model in one of these roles:
 the classes. The students and the student `--student` embed the queries. The searched photographs are those of the 20
 classes and those of `--data`. Scores are averaged over seeds.
 
-`texts` searches images by sentences about their classes. The shipped CLIP with a SparseFormer embeds both.
+`texts` searches test images of CIFAR-10 by sentences about their classes. The shipped CLIP with a SparseFormer embeds
+images and sentences.
 
 Scores are means over queries:
 
@@ -55,6 +56,7 @@ from frugalvit.evaluation.retrieval import embed_all_images
 from frugalvit.evaluation.two_towers import embed_all_texts, load_two_towers
 from frugalvit.modeling.packing import pack_linear_layers
 from frugalvit.training import bootstrap
+from frugalvit.training.choices import SUBSET
 from frugalvit.training.data import class_names, label_numbers, load_images, sample
 from frugalvit.training.losses import AlignmentLoss
 from shared import add_precision_argument, add_run_arguments, make_parser, run_training, write_table
@@ -80,7 +82,7 @@ def main():
         help="title, images of the index and images of the queries; can be repeated",
     )
     parser.add_argument("--train", help="parquet file of Caltech-101's training images")
-    parser.add_argument("--test", help="parquet file of test images")
+    parser.add_argument("--test", help="parquet file of Caltech-101's test images")
     parser.add_argument("--teacher", default=str(checkpoint_path("caltech101-vit")))
     parser.add_argument("--student", default=str(checkpoint_path("caltech101-sparseformer")))
     parser.add_argument("--sizes", type=int, nargs="+", default=[112, 84, 56], help="pixels of the teacher's images")
@@ -235,7 +237,7 @@ def remembering(read_anatomy: Callable) -> Callable:
 def search_by_texts(arguments):
     name = "cifar10-sparseformer-clip"
     towers = load_two_towers(str(checkpoint_path(name)), device="cpu")
-    images = load_images([arguments.test], "train")
+    images = load_images([SUBSET], "test")
     names = class_names(images)
     texts = [sentence.format(name) for sentence in SENTENCES for name in names]
     found = nearest(embed_all_texts(towers, texts, 64), embed_all_images(towers, images, 256, 0), leave_out=False)
@@ -293,7 +295,7 @@ def describe(by_name: dict[str, torch.Tensor]) -> dict[str, float]:
 COMMANDS = {
     "models": (compare_models, ()),
     "losses": (compare_losses, ("train", "test")),
-    "texts": (search_by_texts, ("test",)),
+    "texts": (search_by_texts, ()),
 }
 
 
