@@ -288,9 +288,9 @@ class BootstrapTrainer(ImageTrainer):
             )
         self.classifier = getattr(model, "classifier", None)
         self.labels = self.classifier and config.id2label
-        if self.classifier is None and (args.loss == "kl" or args.label_loss_weight):
-            raise ValueError(f"loss kl and label_loss_weight need a classifier, and {base_model} is none.")
         if args.loss == "kl" or args.label_loss_weight:
+            if self.classifier is None:
+                raise ValueError(f"loss kl and label_loss_weight need a classifier, and {base_model} is none.")
             check_single_label(config, "loss kl or label_loss_weight")
         tuned = freeze(model, args, len(teacher.blocks))
         images = (as_images(train_dataset), None if eval_dataset is None else as_images(eval_dataset), None)
