@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-from PIL.Image import Resampling
 from transformers import PreTrainedModel
 
 from .exported import OUTPUTS, openvino_precision, program_file
@@ -113,6 +112,8 @@ outputs = program.run(None, {inputs})"""
         # For a regression, this code prints the predicted number.
         show = """labels = json.load(open("config.json"))["id2label"].values()
 print(max(zip(outputs[0][0].tolist(), labels)))"""
+    # torchvision's filters have Pillow's names, except for NEAREST_EXACT.
+    resampling = image_format.interpolation.name.removesuffix("_EXACT")
     return f"""import json
 
 import numpy as np
@@ -121,7 +122,7 @@ from PIL import Image, ImageOps
 
 
 image = ImageOps.exif_transpose(Image.open("photo.jpg")).convert("RGB")
-{crop}image = image.resize(({width}, {height}), Image.Resampling.{Resampling(image_format.resample).name}{box})
+{crop}image = image.resize(({width}, {height}), Image.Resampling.{resampling}{box})
 pixels = (np.asarray(image, np.float32) / 255 - np.float32({mean})) / np.float32({std})
 pixel_values = pixels.transpose(2, 0, 1)[None]
 {run}
