@@ -251,7 +251,7 @@ MULTI_LABEL = {
     ("options", "message"),
     [
         # The data set is checked before the teacher is loaded.
-        ({"teacher": "no/teacher", "images": "nowhere/at/all"}, "'nowhere/at/all' is no data set"),
+        ({"teacher": "no/teacher", "images": "nowhere/at/all"}, "'nowhere/at/all'.* is no data set"),
         ({"student": "{teacher}"}, "student is .*, a vit, expected a SparseFormer"),
         (MULTI_LABEL | {"loss": "kl"}, "loss kl or label_loss_weight is for one label an image"),
     ],
