@@ -1,12 +1,16 @@
 """Measure the speed of `frugalvit bootstrap`, and of a plain training loop that does the same.
 
     python benchmarks/bootstrap_speed.py --dataset IMAGES --results-dir results
+    python benchmarks/bootstrap_speed.py --dataset IMAGES --test TEST --seeds 0 1 2 --steps 13 --batch-size 64
 
 The shipped student's training is repeated for a few steps, with `COUNTS` as numbers of tokens. The plain loop has no
 trainer: it reads, crops and normalizes images with torchvision, embeds them with the teacher, and trains the student's
 base model by AdamW. Each row of the table measures the command or the plain loop in one precision. In each of
 --rounds rounds, every row runs once, in a new process. The table shows the median of each row's runs. The output is
 bootstrap_speed.json.
+
+With --test, speed is not measured. Instead, students are trained in float32 and in bfloat16 with each seed, and their
+accuracies on the test images are compared (bootstrap_precision.json).
 """
 
 import functools
@@ -23,17 +27,20 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
-from frugalvit import PatchSparseFormerForImageClassification, bootstrap, checkpoint_path
+from frugalvit import Classifier, PatchSparseFormerForImageClassification, bootstrap, checkpoint_path
 from frugalvit.baselines import load_teacher
 from frugalvit.modeling.image_format import ImageFormat
+from frugalvit.training import bootstrap as training
 from frugalvit.training.bootstrap import bfloat16_is_fast
-from frugalvit.training.data import load_images
+from frugalvit.training.data import label_numbers, load_images
 from frugalvit.training.loading import choose_device
 from frugalvit.training.students import token_counts_to_train
-from shared import Views, add_results_argument, cropped, make_parser, write_table
+from shared import Views, add_run_arguments, cropped, make_parser, run_training, spread, write_table
 
 
 COUNTS = [9, 16, 25, 36, 49, 64]
+# Numbers of tokens with which accuracies are compared.
+TESTED = [16, 36, 64]
 
 
 def main():
@@ -43,8 +50,16 @@ def main():
     parser.add_argument("--batch-size", type=int, default=16, help="default: %(default)s")
     parser.add_argument("--steps", type=int, default=4, help="timed steps, after as many more (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
-    add_results_argument(parser)
+    parser.add_argument("--test", help="test images; compares accuracies instead of speeds")
+    add_run_arguments(parser, "runs/bootstrap-precision")
     arguments = parser.parse_args()
+    if arguments.test:
+        compare_accuracies(arguments)
+    else:
+        compare_speeds(arguments)
+
+
+def compare_speeds(arguments):
     rows = {}
     for bf16 in (False, True) if bfloat16_is_fast() else (False,):
         for function in (plain_loop, bootstrap_command):
@@ -62,6 +77,33 @@ def main():
         table.append({"row": name, "images_per_second": speed, "times_first": speed / first, "peak_memory_mb": peak})
     settings = {name: getattr(arguments, name) for name in ("batch_size", "steps", "rounds")}
     write_table(arguments.results_dir / "bootstrap_speed.json", settings, table)
+
+
+def compare_accuracies(arguments):
+    device = choose_device()
+    images = load_images(arguments.test)
+    rows = []
+    for precision in ("float32", "bfloat16"):
+        accuracies = {}
+        for seed in arguments.seeds:
+            folder = arguments.runs_dir / f"{precision}-seed{seed}"
+            argv = [
+                *("--teacher", arguments.teacher, "--dataset", arguments.dataset, "--eval_split", "none"),
+                *("--num_tokens", *map(str, COUNTS), "--seed", str(seed), "--max_steps", str(arguments.steps)),
+                *("--per_device_train_batch_size", str(arguments.batch_size)),
+                *("--bf16", str(precision == "bfloat16"), "--use_cpu", str(device.type == "cpu")),
+            ]
+            run_training(training, folder, argv)
+            for count in TESTED:
+                classifier = Classifier(str(folder), num_tokens=count)
+                logits = torch.stack([torch.from_numpy(each) for each in classifier(images["image"])])
+                right = logits.argmax(1) == torch.from_numpy(label_numbers(images))
+                accuracies.setdefault(count, []).append(right.float().mean().item())
+        for count, values in accuracies.items():
+            about = {"precision": precision, "tokens": count, "accuracy": statistics.mean(values)}
+            rows.append(about | {"spread": spread(values), "accuracies": values})
+    settings = {name: getattr(arguments, name) for name in ("batch_size", "steps", "seeds")}
+    write_table(arguments.results_dir / "bootstrap_precision.json", settings, rows)
 
 
 def in_process(function) -> tuple[float, float]:
