@@ -28,7 +28,7 @@ from .arguments import ArgumentParser, DataArguments, ImageTrainingArguments
 from .cards import describe_step, write_card
 from .data import check_same_classes, class_names
 from .files import apply_umask, check_output_outside_input
-from .views import SetEpoch, StreamedViews, Views, as_images, collate
+from .views import StreamedViews, Views, as_images, collate
 
 
 # Parameters have no weight decay if their name contains one of these parts, or if they are vectors or scalars.
@@ -149,7 +149,7 @@ class ImageTrainer(Trainer):
             train_dataset=views,
             eval_dataset=None if eval_dataset is None else self.evaluation_views(eval_dataset),
             compute_metrics=self.measure,
-            callbacks=[SetEpoch(views), LogBeforeSaving(), *(callbacks or ())],
+            callbacks=[views, LogBeforeSaving(), *(callbacks or ())],
             **kwargs,
         )
         # Losses are means over a batch, so `Trainer` must divide them by the number of gradient accumulation steps.

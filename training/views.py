@@ -8,7 +8,7 @@ without interruption.
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import datasets
@@ -203,8 +203,9 @@ class BootstrapView:
         }
 
 
-class Views(Dataset):
-    """PyTorch dataset of views. A view has uint8 `pixel_values` and, if the data set has labels, `labels`.
+class Views(Dataset, TrainerCallback):
+    """PyTorch dataset of views. A view has uint8 `pixel_values` and, if the data set has labels, `labels`. Training
+    views are also a callback of the trainer, which sets their epoch.
 
     Args:
         images: A data set with the columns `image` and optionally `label` or `mask`, for example from `as_images`.
@@ -223,6 +224,11 @@ class Views(Dataset):
         self.classes = classes
         # The epoch is in shared memory, so that persistent workers see its new value in later epochs.
         self.epoch = torch.zeros((), dtype=torch.int64).share_memory_()
+
+    def on_epoch_begin(self, args, state, control, **kwargs):
+        # A method `set_epoch` would not suffice: if a run is resumed within an epoch, Accelerate's
+        # `skip_first_batches` hides the method, so that it is not called.
+        self.epoch.fill_(int(state.epoch))
 
     def __len__(self) -> int:
         return len(self.images)
@@ -273,17 +279,6 @@ class StreamedViews(IterableDataset, Views):
         first, step = (worker.id, worker.num_workers) if worker else (0, 1)
         samples = (self.sample(first + step * number, record) for number, record in enumerate(self.images))
         return filter(None, samples)
-
-
-@dataclass
-class SetEpoch(TrainerCallback):
-    """Set the epoch of views. A method `set_epoch` of the views would not suffice: when a run is resumed within an
-    epoch, Accelerate's `skip_first_batches` hides the method, so that it is not called."""
-
-    views: Views
-
-    def on_epoch_begin(self, args, state, control, **kwargs):
-        self.views.epoch.fill_(int(state.epoch))
 
 
 def collate(
