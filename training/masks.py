@@ -78,9 +78,6 @@ def load_masked_images(
             f"mask_column, or a folder with PNG masks in {', '.join(MASK_FOLDERS)}."
         )
     names = {image_column: "image", mask_column: "mask"}
-    # The columns are cast before they are renamed: renaming a column of unknown type would read rows of a stream.
-    for column in names:
-        table = table.cast_column(column, datasets.Image(decode=False))
     return table.select_columns([*names]).rename_columns({old: new for old, new in names.items() if old != new})
 
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from ..inference import Embedder
-from ..training.data import check_classes, class_names
+from ..training.data import class_names
 from ..training.metrics import accuracies
 from .features import embed_images
 from .images import read_labeled_parts, take_first
@@ -18,7 +18,6 @@ TEMPERATURE = 0.07
 
 def run(arguments: argparse.Namespace) -> dict[str, object]:
     train, test, split = read_labeled_parts(arguments)
-    check_classes(class_names(train))
     test = take_first(test, arguments.limit)
     options = {name: getattr(arguments, name) for name in ("batch_size", "num_workers", "device")}
     options |= {"return_errors": arguments.skip_corrupt, "trust_remote_code": arguments.trust_remote_code}
