@@ -26,7 +26,8 @@ class PatchSparseFormerConfig(SparseFormerBaseConfig):
         placement (`str`, *optional*, defaults to `"grid"`):
             `"grid"` for tokens on the cells of a grid, or `"content"` for cells that depend on the image. With
             `"content"`, blocks of four cells with little detail are merged, and cells with much detail are split in
-            four. The number of cells does not change.
+            four. The number of cells does not change. With `"grid_then_content"`, cells form a grid, except in the
+            second look of `classify_adaptively`.
         teacher_config (`dict`, *optional*): The teacher's configuration in Transformers, for `to_plain_vit`.
     """
 
@@ -37,7 +38,7 @@ class PatchSparseFormerConfig(SparseFormerBaseConfig):
 
     patch_size: Size = at_least(1)(default=16)
     token_grid: Size | None = at_least(1)(default=None)
-    placement: Literal["grid", "content"] = "grid"
+    placement: Literal["grid", "content", "grid_then_content"] = "grid"
     teacher_config: dict | None = None
 
     def __post_init__(self, **kwargs):

@@ -87,7 +87,7 @@ def inherit_patches(
     load_weights(embeddings.patch_norm, anatomy.patches.norm)
     load_weights(embeddings.norm, anatomy.pre_norm)
     if anatomy.patch_positions is None:
-        # The teacher adds no positions. With `placement="grid"`, the student's positions are not trained, because
+        # The teacher adds no positions. Only with `placement="content"`, the student's positions are trained, because
         # `to_plain_vit` could not store trained positions in a model of the teacher's class.
         embeddings.position_embeddings.zero_().requires_grad_(student.config.placement == "content")
     else:

@@ -561,7 +561,8 @@ class AdaptiveClassifierMixin:
     def classify_adaptively(
         self, pixel_values: torch.Tensor, confidence: float = 0.9, token_counts: Sequence[int] | None = None
     ) -> AdaptiveClassifierOutput:
-        """Classify images with few tokens. Classify uncertain images again with more tokens.
+        """Classify images with few tokens. Classify uncertain images again with more tokens. If `config.placement` is
+        `"grid_then_content"`, the tokens of all looks but the first are placed by content.
 
         Args:
             pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`): Normalized images.
@@ -589,9 +590,10 @@ class AdaptiveClassifierMixin:
             inputs["features"] = self.base_model.stem(pixel_values)
         unfinished = torch.arange(len(pixel_values), device=pixel_values.device)
         logits = num_tokens = None
+        options = {}
         for count in token_counts:
             chosen = {name: tensor[unfinished] for name, tensor in inputs.items()}
-            new_logits = self(**chosen, num_tokens=count).logits
+            new_logits = self(**chosen, num_tokens=count, **options).logits
             if logits is None:
                 logits = new_logits
                 num_tokens = torch.full_like(unfinished, count)
@@ -601,6 +603,8 @@ class AdaptiveClassifierMixin:
             unfinished = unfinished[class_scores(config, new_logits).amax(dim=-1) < confidence]
             if not len(unfinished):
                 break
+            if getattr(config, "placement", None) == "grid_then_content":
+                options["placement"] = "content"
         return AdaptiveClassifierOutput(logits=logits, num_tokens=num_tokens, confidence=confidence)
 
 

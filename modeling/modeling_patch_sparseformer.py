@@ -92,25 +92,37 @@ class PatchSparseFormerEmbeddings(nn.Module):
         if config.num_register_tokens:
             self.register_tokens = nn.Parameter(torch.empty(config.num_register_tokens, hidden_size))
         self.norm = norm(hidden_size) if "embedding" in config.extra_norms else nn.Identity()
-        self.placement = ContentPlacement(config) if config.placement == "content" else None
+        self.placement = None if config.placement == "grid" else ContentPlacement(config)
 
-    def forward(self, pixel_values: torch.Tensor, num_tokens: int) -> PatchSparseFormerEmbeddingsOutput:
+    def forward(
+        self,
+        pixel_values: torch.Tensor,
+        num_tokens: int,
+        placement: str = "grid",
+        output_attention_forecast: bool = False,
+    ) -> PatchSparseFormerEmbeddingsOutput:
         pixel_values = in_float32(pixel_values)
         grids = [self.config.grid_of(num_tokens)]
         if self.placement is not None:
             grids = self.config.cell_grids(num_tokens, tuple(pixel_values.shape[-2:]))
-        if len(grids) > 1 and min(grids[0]) > 1 and pixel_values.shape[0] > 0:
+        # There are no cells to choose from if `grids` has no second grid. If `grids[0]` has only one row or column, it
+        # has no blocks of four cells.
+        has_choice = len(grids) > 1 and min(grids[0]) > 1 and pixel_values.shape[0] > 0
+        if has_choice and placement == "content":
             return self.embed_chosen_cells(pixel_values, grids)
-        # All images have the cells of `grids[0]` if `grids` has no second grid. They also have these cells if
-        # `grids[0]` has only one row or column, because it then has no blocks of four cells.
         rows, columns = grids[0]
         height, width = self.patch_size
         resized = resize(pixel_values, (rows * height, columns * width))
         patches = cut_patches(resized, self.patch_size).flatten(1, 2)
         rois = grid_rois(grids[0]).to(pixel_values.device)
+        forecast = None
+        if has_choice and output_attention_forecast:
+            rows, columns = grids[1]
+            forecast = self.placement.forecast(resize(pixel_values, (rows * height, columns * width)))
         return PatchSparseFormerEmbeddingsOutput(
             tokens=self.embed(patches, self.positions_of(grids[0])),
             rois=rois.expand(patches.shape[0], -1, -1),
+            attention_forecast=forecast,
         )
 
     def embed(self, patches: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -221,9 +233,9 @@ class PatchSparseFormerPreTrainedModel(SparseFormerBasePreTrainedModel):
         config.num_tokens = None
 
     def set_placement(self, placement: str):
-        """Set `config.placement` to `"grid"` or `"content"`, in place. `"grid"` removes the weights of the
-        `AttentionForecast`. `"content"` adds an `AttentionForecast` with new weights if the model has none. All other
-        weights stay."""
+        """Set `config.placement`, in place. `"grid"` removes the weights of the `AttentionForecast`. `"content"` and
+        `"grid_then_content"` add an `AttentionForecast` with new weights if the model has none. All other weights
+        stay."""
         embeddings = self.base_model.embeddings
         self.config.placement = placement
         if placement == "grid":
@@ -313,6 +325,7 @@ class PatchSparseFormerModel(PatchSparseFormerPreTrainedModel):
         self,
         pixel_values: torch.Tensor,
         num_tokens: int | torch.Tensor | None = None,
+        placement: str | None = None,
         output_rois: bool = False,
         output_attention_forecast: bool = False,
         output_tokens: bool = True,
@@ -327,6 +340,9 @@ class PatchSparseFormerModel(PatchSparseFormerPreTrainedModel):
                 `config.num_tokens` or, if `config.num_tokens` is None, `config.num_latent_tokens`. With a tensor,
                 tokens are padded to the largest number, and no token attends to padding. The model warns once if a
                 number is not in `config.trained_token_counts`.
+            placement (`str`, *optional*):
+                `"grid"` or `"content"`. By default, cells are those of `config.placement`. `"content"` needs a model
+                with another `config.placement` than `"grid"`.
             output_rois (`bool`, *optional*, defaults to `False`): Return `rois`.
             output_attention_forecast (`bool`, *optional*, defaults to `False`): Return `attention_forecast`.
             output_tokens (`bool`, *optional*, defaults to `True`):
@@ -334,19 +350,26 @@ class PatchSparseFormerModel(PatchSparseFormerPreTrainedModel):
                 only class tokens. If `hidden_states` or `attentions` are returned, all tokens are computed.
 
         Raises:
-            ValueError: if `num_tokens` is below 1 or above `config.num_latent_tokens`, or no grid has that number of
-                cells.
+            ValueError: if `num_tokens` is below 1 or above `config.num_latent_tokens`, if no grid has that number of
+                cells, or if the model cannot place tokens by `placement`.
         """
+        if placement is None:
+            placement = "content" if self.config.placement == "content" else "grid"
+        elif placement not in (("grid",) if self.embeddings.placement is None else ("grid", "content")):
+            raise ValueError(
+                f"`placement` is {placement!r}, expected 'grid', or 'content' for a model whose `config.placement` is "
+                f"'content' or 'grid_then_content'. Here, `config.placement` is {self.config.placement!r}."
+            )
         num_queries = None if output_tokens else self.num_last_queries(**kwargs)
         if isinstance(num_tokens, torch.Tensor):
-            embedded = self.embed_each(pixel_values, num_tokens)
+            embedded = self.embed_each(pixel_values, num_tokens, placement)
             mask = F.pad(embedded.areas > 0, (self.config.num_prefix_tokens, 0), value=True)
             kwargs["attention_mask"] = create_bidirectional_mask(self.config, embedded.tokens, mask)
             # The mask has a row for each token, so the last block must compute all tokens.
             num_queries = None
         else:
             count = self.config.default_num_tokens if num_tokens is None else check_num_tokens(self.config, num_tokens)
-            embedded = self.embeddings(pixel_values, count)
+            embedded = self.embeddings(pixel_values, count, placement, output_attention_forecast)
         position_embeddings = None
         if self.config.rope_theta is not None:
             position_embeddings = rotary_embeddings(self.config, embedded.rois)
@@ -366,7 +389,9 @@ class PatchSparseFormerModel(PatchSparseFormerPreTrainedModel):
         )
 
     @torch.compiler.disable
-    def embed_each(self, pixel_values: torch.Tensor, num_tokens: torch.Tensor) -> PatchSparseFormerEmbeddingsOutput:
+    def embed_each(
+        self, pixel_values: torch.Tensor, num_tokens: torch.Tensor, placement: str
+    ) -> PatchSparseFormerEmbeddingsOutput:
         """Embed each image with its own number of tokens in `num_tokens`, `(batch,)`. Pad to the largest number.
 
         `torch.compile` skips this method, because shapes depend on the values of `num_tokens`.
@@ -386,7 +411,7 @@ class PatchSparseFormerModel(PatchSparseFormerPreTrainedModel):
         areas = []
         for count in counts:
             chosen = (num_tokens == count).nonzero()[:, 0]
-            part = self.embeddings(pixel_values[chosen], count)
+            part = self.embeddings(pixel_values[chosen], count, placement)
             padding = max(counts) - count
             indices.append(chosen)
             tokens.append(F.pad(part.tokens, (0, 0, 0, padding)))

@@ -54,8 +54,8 @@ class AlignmentLoss(nn.Module):
             self.align_tokens = TokenAlignment(student, teacher, args.token_layers, args.token_distance)
         if args.dense_loss_weight:
             self.align_maps = MapAlignment(student, teacher, args.dense_layers)
-        # With placement by content, the student learns to predict the teacher's attention.
-        self.predicts_attention = config.has_patch_embedding and config.placement == "content"
+        # For placement by content, the student learns to predict the teacher's attention.
+        self.predicts_attention = config.has_patch_embedding and config.placement != "grid"
         # Arguments of the student's forward pass: `embedding_options` for the embedding alone, `options` for the loss.
         backbone = isinstance(student, BackboneMixin) and self.align_maps
         self.embedding_options = {"output_embedding": True} if backbone else {"output_tokens": False}

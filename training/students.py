@@ -105,10 +105,10 @@ def build_student(
         fields["break_ties"] = options.break_ties
     elif not inherit_blocks:
         raise ValueError("inherit_blocks is False, expected True with focusing inherited.")
-    if options.placement == "content":
+    if options.placement != "grid":
         if options.focusing == "paper":
-            raise ValueError("placement is content, expected grid with focusing paper.")
-        fields["placement"] = "content"
+            raise ValueError(f"placement is {options.placement}, expected grid with focusing paper.")
+        fields["placement"] = options.placement
     if options.truncate is not None:
         fields["truncate"] = options.truncate
     if options.config_overrides:
@@ -130,10 +130,10 @@ def continued_student(options: StudentArguments) -> PreTrainedModel:
     else:
         student, _ = load_model(options.student, "image-feature-extraction", "cpu")
     config = student.config
-    if options.placement == "content":
+    if options.placement != "grid":
         if not config.has_patch_embedding:
-            raise ValueError("placement is content, expected grid for a student with focusing paper.")
-        student.set_placement("content")
+            raise ValueError(f"placement is {options.placement}, expected grid for a student with focusing paper.")
+        student.set_placement(options.placement)
     if counts := options.num_tokens:
         if max(counts) != config.num_latent_tokens:
             student.resize_tokens(max(counts))

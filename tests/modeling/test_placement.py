@@ -164,6 +164,43 @@ def test_set_placement_changes_the_cells_of_a_trained_model():
     assert torch.equal(model(pixels).logits, expected)
 
 
+def test_each_call_can_choose_a_placement():
+    grid, content, both = (model_of(placement) for placement in ("grid", "content", "grid_then_content"))
+    grid.load_state_dict(content.state_dict(), strict=False)
+    both.load_state_dict(content.state_dict())
+    pixels = image(3)
+    pixels[:, :, :, :24] = 0
+    on_grid, by_content = grid(pixels).logits, content(pixels).logits
+    assert not torch.allclose(on_grid, by_content)
+    assert torch.equal(content(pixels, placement="grid").logits, on_grid)
+    assert torch.equal(both(pixels).logits, on_grid)
+    assert torch.equal(both(pixels, placement="content").logits, by_content)
+    counts = torch.tensor([4, 16, 4])
+    expected = content(pixels, num_tokens=counts).logits
+    assert torch.equal(both(pixels, num_tokens=counts, placement="content").logits, expected)
+    # The forecast of a grid is the forecast that chooses cells.
+    forecasts = [
+        each.sparseformer(pixels, output_attention_forecast=True).attention_forecast for each in (both, content)
+    ]
+    torch.testing.assert_close(*forecasts)
+    for model, placement in ((grid, "content"), (both, "elsewhere")):
+        with pytest.raises(ValueError, match=f"`placement` is '{placement}', expected 'grid'"):
+            model(pixels, placement=placement)
+
+
+def test_only_the_second_look_is_placed_by_content():
+    model = model_of("grid_then_content", elastic_token_counts=[4, 16])
+    pixels = image(3)
+    pixels[:, :, :, :24] = 0
+    first = model(pixels, num_tokens=4).logits
+    confidence = first.softmax(-1).amax(-1).sort().values[1].item()
+    found = model.classify_adaptively(pixels, confidence)
+    second = found.num_tokens == 16
+    assert second.sum() == 1
+    assert torch.equal(found.logits[~second], first[~second])
+    torch.testing.assert_close(found.logits[second], model(pixels[second], placement="content").logits)
+
+
 @pytest.mark.parametrize("pooling", ["mean", "latent_mean", "cls_and_latent_mean", "attention", "latent_attention"])
 @pytest.mark.parametrize("norm_last", [False, True])
 def test_a_token_of_three_times_the_area_counts_as_three_tokens_in_pooling(pooling, norm_last):

@@ -125,11 +125,12 @@ def test_the_schedule_is_a_warm_up_and_half_a_cosine(make):
     assert decays[own.student.sparseformer.latents.initial_rois] == 0
 
 
-def test_an_inherited_start_has_its_rate_from_the_first_step(make, teacher):
+@pytest.mark.parametrize("placement", ["content", "grid_then_content"])
+def test_an_inherited_start_has_its_rate_from_the_first_step(make, teacher, placement):
     """The learning rate of inherited weights is 0.02 times that of the new module `placement.forecast`. Training
     changes all weights except the classifier's."""
     model = AutoModelForImageClassification.from_pretrained(teacher)
-    student = PatchSparseFormerForImageClassification.from_teacher(teacher, 4, placement="content")
+    student = PatchSparseFormerForImageClassification.from_teacher(teacher, 4, placement=placement)
     before = {name: value.clone() for name, value in student.state_dict().items()}
     own = make(student, learning_rate=1.0, warmup_steps=4)
     assert (own.args.preset, own.args.inherited_lr_factor) == ("inherited", 0.02)
