@@ -31,9 +31,8 @@ from frugalvit import Classifier, PatchSparseFormerForImageClassification, boots
 from frugalvit.baselines import load_teacher
 from frugalvit.modeling.image_format import ImageFormat
 from frugalvit.training import bootstrap as training
-from frugalvit.training.bootstrap import bfloat16_is_fast
 from frugalvit.training.data import label_numbers, load_images
-from frugalvit.training.loading import choose_device
+from frugalvit.training.loading import bfloat16_is_fast, choose_device
 from frugalvit.training.students import token_counts_to_train
 from shared import Views, add_run_arguments, cropped, make_parser, run_training, spread, write_table
 

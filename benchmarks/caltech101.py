@@ -45,7 +45,7 @@ from tqdm import tqdm
 import shared
 from frugalvit import checkpoint_path
 from frugalvit.baselines import LOWER_RESOLUTION, Baseline, WithTokens, load_students, load_teacher, load_teachers
-from frugalvit.compare import choose_mixed_precision, compare, describe_score, embed_all
+from frugalvit.compare import compare, describe_score, embed_all
 from frugalvit.evaluation.knn import neighbor_scores
 from frugalvit.macs import count_macs
 from frugalvit.modeling.image_format import ImageFormat
@@ -53,7 +53,7 @@ from frugalvit.pictures import save_figure
 from frugalvit.training import bootstrap, train
 from frugalvit.training.data import class_names, label_numbers, load_images, sample
 from frugalvit.training.files import atomic_file
-from frugalvit.training.loading import choose_device, load_model
+from frugalvit.training.loading import choose_device, choose_mixed_precision, load_model
 from frugalvit.training.preprocessing import decode_image
 from frugalvit.training.views import EvalView, seeded
 from linear_probe import fit_probe

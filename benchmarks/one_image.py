@@ -21,9 +21,8 @@ from frugalvit.baselines import WithTokens, load_teacher
 from frugalvit.exported import load_classifier
 from frugalvit.modeling.packing import pack_linear_layers
 from frugalvit.speed import images_per_second
-from frugalvit.training.bootstrap import bfloat16_is_fast
 from frugalvit.training.choices import SUBSET
-from frugalvit.training.loading import load_model
+from frugalvit.training.loading import bfloat16_is_fast, load_model
 from shared import MatrixProducts, add_results_argument, make_parser, write_table
 from token_merging import tome
 

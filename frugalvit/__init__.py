@@ -30,6 +30,7 @@ from .modeling.vision_tower import match_channels_, matching_processor, swap_vis
 from .registry import register
 from .training.files import checkpoint_path
 from .training.losses import AlignmentLoss, MapAlignmentLoss
+from .training.preprocessing import CorruptImageError
 from .version import __version__
 
 
@@ -62,6 +63,7 @@ __all__ = [
     "Anatomy",
     "checkpoint_path",
     "ContextBroadcast",
+    "CorruptImageError",
     "count_context_broadcast",
     "count_macs",
     "from_open_clip",

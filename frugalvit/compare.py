@@ -13,7 +13,6 @@ import datasets
 import numpy as np
 import torch
 import torch.nn.functional as F
-from accelerate.utils import is_bf16_available
 from datasets.fingerprint import Hasher
 from matplotlib.figure import Figure
 from torchvision.transforms import v2
@@ -25,7 +24,6 @@ from .macs import count_macs
 from .pictures import save_figure
 from .speed import images_per_second
 from .training.arguments import POSITIVE
-from .training.bootstrap import bfloat16_is_fast
 from .training.cards import share_error
 from .training.data import (
     check_classes,
@@ -37,7 +35,7 @@ from .training.data import (
     sample,
 )
 from .training.files import atomic_file, write_json, write_text
-from .training.loading import choose_device
+from .training.loading import choose_device, choose_mixed_precision
 from .training.text import format_markdown, format_table
 from .versions import origin, versions
 
@@ -140,17 +138,6 @@ def main(argv: list[str] | None = None) -> None:
     save_figure(draw_comparison(rows), output / "compare.png")
     shutil.rmtree(unfinished)
     print(f"Table: {output / 'compare.md'}   Picture: {output / 'compare.png'}")
-
-
-def choose_mixed_precision(device: torch.device) -> str:
-    """Return `"bf16"` if the device computes fast in bfloat16, otherwise `"no"`."""
-    if device.type == "cpu":
-        fast = bfloat16_is_fast()
-    elif device.type == "cuda":
-        fast = torch.cuda.is_bf16_supported(including_emulation=False)
-    else:
-        fast = is_bf16_available()
-    return "bf16" if fast else "no"
 
 
 def choose_images(options: CompareOptions) -> tuple[datasets.Dataset, str, int]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from .baselines import load_students, load_teachers
 from .command_line import argument, read_options
-from .compare import BATCH_SIZES, ERRORS, choose_mixed_precision, compare, draw_comparison, table_rows
+from .compare import BATCH_SIZES, ERRORS, compare, draw_comparison, table_rows
 from .pictures import save_figure
 from .predict import draw_predictions, format_labels, predict
 from .training.arguments import CheckedArguments
@@ -14,7 +14,7 @@ from .training.bootstrap import bootstrap
 from .training.choices import NO_EVALUATION
 from .training.data import load_images
 from .training.files import checkpoint_path, only_in_a_clone, shipped_checkpoints, shipped_images, write_json
-from .training.loading import choose_device, load_model
+from .training.loading import choose_device, choose_mixed_precision, load_model
 from .training.preprocessing import decode_image
 from .training.text import format_table
 from .versions import origin

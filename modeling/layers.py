@@ -450,22 +450,6 @@ class SparseFormerBasePreTrainedModel(HubModel):
     _supports_attention_backend = True
     _can_compile_fullgraph = True
 
-    def no_weight_decay(self) -> list[str]:
-        """Return the names of parameters that should have no weight decay, in addition to biases and norms."""
-        names = (
-            "initial_rois",
-            "token_embedding",
-            "position_embeddings",
-            "cls_token",
-            "register_tokens",
-            "stage_embedding",
-            "offset_bias",
-            "probe",
-            "attention_scale",
-            "mlp_scale",
-        )
-        return [name for name, _ in self.named_parameters() if name.rsplit(".", 1)[-1] in names]
-
     @torch.no_grad()
     def _init_weights(self, module):
         if isinstance(module, nn.Linear):

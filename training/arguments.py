@@ -45,7 +45,7 @@ class CheckedArguments:
     """Base class of dataclasses of arguments whose values are checked.
 
     Class attributes:
-        expected (`dict[str, tuple[str, Callable]]`): Conditions on fields, in addition to those of the base classes.
+        expected (`dict[str, tuple[str, Callable]]`): Conditions on fields. Conditions on other fields are inherited.
     """
 
     expected = {}
@@ -54,21 +54,25 @@ class CheckedArguments:
         """Raise a ValueError if a field's value is missing from the field's `choices`, or if the value violates the
         field's condition in `expected`. None is always allowed. `HfArgumentParser` only checks `choices` on the
         command line."""
+        if hasattr(super(), "__post_init__"):
+            super().__post_init__()
         for each in dataclasses.fields(self):
             choices = each.metadata.get("choices")
             value = getattr(self, each.name)
             values = value if isinstance(value, list) else [value]
             if value is not None and choices and not {*values} <= {*choices}:
                 raise ValueError(f"{each.name} is {value!r}, expected one of {', '.join(choices)}.")
+        conditions = {}
         for owner in reversed(type(self).__mro__):
-            for name, (expected, fits) in vars(owner).get("expected", {}).items():
-                value = getattr(self, name)
-                if value is not None and not fits(value):
-                    raise ValueError(f"{name} is {value!r}, expected {expected}.")
+            conditions |= vars(owner).get("expected", {})
+        for name, (expected, fits) in conditions.items():
+            value = getattr(self, name)
+            if value is not None and not fits(value):
+                raise ValueError(f"{name} is {value!r}, expected {expected}.")
 
 
 @dataclass
-class ImageTrainingArguments(TrainingArguments, CheckedArguments):
+class ImageTrainingArguments(CheckedArguments, TrainingArguments):
     """`TrainingArguments` with defaults for images: evaluate and save after each epoch, and keep the best model."""
 
     output_dir: str = argument(help="Folder for the trained model, its card and its checkpoints.")
@@ -90,16 +94,7 @@ class ImageTrainingArguments(TrainingArguments, CheckedArguments):
     # The parsed command line, for the model card.
     command: str | None = field(default=None, init=False, repr=False)
 
-    def __post_init__(self):
-        super().__post_init__()
-        CheckedArguments.__post_init__(self)
-        # A class whose default `label_smoothing_factor` is 0 does not support label smoothing.
-        if self.label_smoothing_factor and not type(self).label_smoothing_factor:
-            raise ValueError(
-                f"label_smoothing_factor is {self.label_smoothing_factor}, expected 0: this training has no smoothing."
-            )
-        if self.device.type == "cpu":
-            self.dataloader_pin_memory = False
+    expected = {"label_smoothing_factor": ("0: this training has no smoothing", lambda value: not value)}
 
     @property
     def n_gpu(self) -> int:

@@ -9,10 +9,7 @@ With `--student`, an existing student is trained further, for example with more 
 """
 
 import copy
-import functools
 import statistics
-import time
-import timeit
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +34,7 @@ from .arguments import (
 )
 from .cards import share_error, strip_directory
 from .data import check_classes, check_single_label, class_names, load_splits, match_classes
-from .loading import load_model
+from .loading import bfloat16_is_fast, load_model
 from .losses import AlignmentLoss, teacher_attention
 from .students import (
     StudentArguments,
@@ -55,9 +52,6 @@ PROG = "frugalvit bootstrap"
 # For a new focusing stage, the default preset is "small" for images of up to this size in pixels, and "paper" for
 # larger images.
 LARGEST_SMALL = 96
-# Training on a CPU uses bfloat16 only if matrix products in bfloat16 have a speedup of more than this factor over
-# float32. The speedup of all other operations is lower.
-WORTHWHILE = 2
 # Defaults of training arguments by preset. "paper" and "small" train a new focusing stage: "paper" for images of 224
 # pixels, "small" for images of 32 pixels. "small" has a higher learning rate than "paper", and a loss for each token.
 # "inherited" is for students with the teacher's patch embedding. The learning rate of inherited weights is low,
@@ -105,26 +99,6 @@ STUDENT_FIELDS = {
     },
     "inherited": {"truncate": 0.0},
 }
-
-
-@functools.cache
-def bfloat16_is_fast() -> bool:
-    """Measure whether the CPU multiplies bfloat16 matrices more than `WORTHWHILE` times as fast as float32 matrices.
-    The speed cannot be inferred from the CPU's instruction set."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    # A large product takes seconds if bfloat16 is emulated, so a small product is measured first.
-    for size, least in ((128, 0.5), (512, WORTHWHILE)):
-        seconds = {}
-        for dtype in (torch.float32, torch.bfloat16):
-            matrix = torch.ones(size, size, dtype=dtype)
-            products = timeit.repeat("matrix @ matrix", timer=time.thread_time, repeat=6, number=1, globals=locals())
-            seconds[dtype] = min(products)
-        is_fast = seconds[torch.float32] > least * seconds[torch.bfloat16]
-        if not is_fast:
-            break
-    torch.set_num_threads(threads)
-    return is_fast
 
 
 @dataclass

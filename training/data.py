@@ -124,7 +124,9 @@ def load_splits(
     if learns_labels:
         check_labeled_parts(parts, (data.train_split, data.evaluated, data.tested), data.dataset)
     for number, images in enumerate(parts):
-        if isinstance(images, datasets.Dataset) and "label" in images.features and (label_numbers(images) < 0).any():
+        has_labels = isinstance(images, datasets.Dataset) and "label" in images.features
+        # Missing labels are None or -1.
+        if has_labels and not {None, -1}.isdisjoint(images.unique("label")):
             parts[number] = images.remove_columns("label")
     return tuple(parts)
 
@@ -222,7 +224,7 @@ def load_images(
     if not is_stream and is_text:
         names = names or sorted(text for text in table.unique("label") if text is not None)
     elif not is_stream:
-        highest = label_numbers(table).max(initial=-1)
+        highest = max((number for number in table.unique("label") if number is not None), default=-1)
         if highest < 0:
             # In splits without labels, such as ImageNet's test split, all labels are -1.
             return table.remove_columns("label")

@@ -1,7 +1,11 @@
-"""Load models for inference by task. Raise an error if a model has missing or unused weights."""
+"""Load models for inference by task, and choose a device and a precision. Raise an error if a model has missing or
+unused weights."""
 
+import functools
 import inspect
 import os
+import time
+import timeit
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +14,7 @@ from textwrap import shorten
 
 import torch
 import transformers
+from accelerate.utils import is_bf16_available
 from huggingface_hub.errors import StrictDataclassError
 from PIL import Image
 from safetensors import SafetensorError
@@ -37,6 +42,9 @@ from .text import shortened
 
 # `model_type` of timm's models in Transformers.
 TIMM = "timm_wrapper"
+# Training on a CPU uses bfloat16 only if matrix products in bfloat16 have a speedup of more than this factor over
+# float32. The speedup of all other operations is lower.
+WORTHWHILE = 2
 # Model types of VLMs whose projector accepts any number of tokens.
 SEQUENCE_VLMS = ("llava", "paligemma")
 # Model types of VLMs whose projector requires a grid of patches. The processors of these VLMs may cut images into
@@ -312,3 +320,34 @@ def choose_device(name: str | torch.device | None = None) -> torch.device:
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ValueError(f"The device '{name}' cannot be used here ({shorten(str(error), 300)}).") from error
     return device
+
+
+@functools.cache
+def bfloat16_is_fast() -> bool:
+    """Measure whether the CPU multiplies bfloat16 matrices more than `WORTHWHILE` times as fast as float32 matrices.
+    The speed cannot be inferred from the CPU's instruction set."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    # A large product takes seconds if bfloat16 is emulated, so a small product is measured first.
+    for size, least in ((128, 0.5), (512, WORTHWHILE)):
+        seconds = {}
+        for dtype in (torch.float32, torch.bfloat16):
+            matrix = torch.ones(size, size, dtype=dtype)
+            products = timeit.repeat("matrix @ matrix", timer=time.thread_time, repeat=6, number=1, globals=locals())
+            seconds[dtype] = min(products)
+        is_fast = seconds[torch.float32] > least * seconds[torch.bfloat16]
+        if not is_fast:
+            break
+    torch.set_num_threads(threads)
+    return is_fast
+
+
+def choose_mixed_precision(device: torch.device) -> str:
+    """Return `"bf16"` if the device computes fast in bfloat16, otherwise `"no"`."""
+    if device.type == "cpu":
+        fast = bfloat16_is_fast()
+    elif device.type == "cuda":
+        fast = torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        fast = is_bf16_available()
+    return "bf16" if fast else "no"

@@ -171,6 +171,8 @@ class ImageClassificationArguments(SmallDataArguments):
     layer_decay: float = argument(1.0, "Factor of the learning rate from a block to the one before it.")
     trust_remote_code: bool = argument(False, "Run the code in the repository of model or teacher.")
 
+    expected = {"label_smoothing_factor": ("a share from 0 to below 1", lambda value: 0 <= value < 1)}
+
 
 def resolve_arguments(args: ImageClassificationArguments, config, images) -> ImageClassificationArguments:
     """Return a copy of the arguments in which a learning rate or a batch size of None is replaced by its default.

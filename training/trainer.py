@@ -32,7 +32,19 @@ from .views import StreamedViews, Views, as_images, collate
 
 
 # Parameters have no weight decay if their name contains one of these parts, or if they are vectors or scalars.
-WITHOUT_DECAY = ("position_embeddings", "pos_embed", "cls_token", "mask_token", "distillation_token")
+WITHOUT_DECAY = {
+    "position_embeddings",
+    "pos_embed",
+    "cls_token",
+    "mask_token",
+    "distillation_token",
+    "register_tokens",
+    "token_embedding",
+    "stage_embedding",
+    "initial_rois",
+    "offset_bias",
+    "probe",
+}
 # File in `output_dir` with the run's settings. `Trainer.push_to_hub` uploads no files whose names start with "_".
 RUN_FILE = "_run.json"
 # Files and folders in checkpoints of `Trainer`. Even an incomplete checkpoint contains one of these names.
@@ -121,6 +133,7 @@ class ImageTrainer(Trainer):
         **kwargs,
     ):
         args = copy.copy(args)
+        args.dataloader_pin_memory &= args.device.type != "cpu"
         if eval_dataset is None:
             args.eval_strategy = "no"
             args.load_best_model_at_end = False
@@ -149,7 +162,7 @@ class ImageTrainer(Trainer):
             train_dataset=views,
             eval_dataset=None if eval_dataset is None else self.evaluation_views(eval_dataset),
             compute_metrics=self.measure,
-            callbacks=[views, LogBeforeSaving(), *(callbacks or ())],
+            callbacks=[views, *(callbacks or ())],
             **kwargs,
         )
         # Losses are means over a batch, so `Trainer` must divide them by the number of gradient accumulation steps.
@@ -185,17 +198,16 @@ class ImageTrainer(Trainer):
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
         """Create the optimizer with a parameter group for each combination of weight decay and learning rate factor.
 
-        Vectors, scalars, position embeddings, [CLS] and the parameters that `model.no_weight_decay()` names have no
-        weight decay. By default, Transformers applies weight decay to position embeddings, [CLS] and layer scales.
+        Vectors, scalars and the parameters in `WITHOUT_DECAY` have no weight decay. By default, Transformers applies
+        weight decay to position embeddings, [CLS] and layer scales.
         """
         if self.optimizer is None:
             model = model or self.model
-            excluded = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()
             parameters = {}
             for name, parameter in model.named_parameters():
                 if parameter.requires_grad:
-                    is_kept = name in excluded or any(part in name for part in WITHOUT_DECAY)
-                    key = (is_kept or parameter.ndim <= 1, self.learning_rate_factors.get(name, 1.0))
+                    without_decay = parameter.ndim <= 1 or not WITHOUT_DECAY.isdisjoint(name.split("."))
+                    key = (without_decay, self.learning_rate_factors.get(name, 1.0))
                     parameters.setdefault(key, []).append(parameter)
             groups = [
                 {
@@ -212,11 +224,7 @@ class ImageTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None):
         """Add the images per second since the last log. Raise a ValueError if the loss is not finite."""
         if not math.isfinite(logs.get("loss", logs.get("train_loss", 0))):
-            checkpoints = sort_checkpoints(self.args.output_dir)
-            raise ValueError(
-                f"The loss at step {self.state.global_step} is not finite, so training stopped. Lower learning_rate "
-                f"or warm up longer. {f'{checkpoints[-1]} is kept.' if checkpoints else 'There is no checkpoint yet.'}"
-            )
+            raise self.diverged("loss")
         if "loss" in logs:
             step = self.state.global_step
             now = time.perf_counter()
@@ -226,6 +234,14 @@ class ImageTrainer(Trainer):
                 logs["images_per_second"] = images / (now - then)
             self.last_log = (step, now)
         super().log(logs, start_time)
+
+    def diverged(self, what: str) -> ValueError:
+        checkpoints = sort_checkpoints(self.args.output_dir)
+        kept = f"{checkpoints[-1]} is kept." if checkpoints else "There is no checkpoint yet."
+        return ValueError(
+            f"At step {self.state.global_step}, the {what} became infinite or NaN, so training stopped. Lower "
+            f"learning_rate or warm up longer. {kept}"
+        )
 
     def train(self, *args, **kwargs):
         """Run `Trainer.train`. The first Ctrl-C saves a checkpoint and ends the run. The progress bar is closed even
@@ -256,6 +272,8 @@ class ImageTrainer(Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False):
         """Save a complete repository: model, processor and card. For a checkpoint, save only the model."""
+        if not all(parameter.isfinite().all() for parameter in self.model.parameters()):
+            raise self.diverged("weights")
         if _internal_call and output_dir is not None:
             # The folder is created here, because `Trainer` looks for the folder before FSDP writes weights to it.
             Path(output_dir).mkdir(parents=True, exist_ok=True)
@@ -385,15 +403,6 @@ class ImageTrainer(Trainer):
             prefix = "eval_" if record["step"] <= self.kept_step and "eval_runtime" in record else "test_"
             found |= {name.removeprefix(prefix): record[name] for name in record if name.startswith(prefix)}
         return found
-
-
-class LogBeforeSaving(TrainerCallback):
-    """Log before each checkpoint. `log` raises an error if the loss is not finite, so bad weights are not saved."""
-
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_log |= control.should_save
-
-    on_epoch_end = on_step_end
 
 
 class SaveAndStop(TrainerCallback):
