@@ -3,8 +3,6 @@
     python benchmarks/content_placement.py teacher --name clothing --model VIT --train TRAIN --test TEST
     python benchmarks/content_placement.py students --teacher TEACHER --train TRAIN --test TEST --backgrounds IMAGES
     python benchmarks/content_placement.py table --name caltech101
-    python benchmarks/content_placement.py glances --test TEST --backgrounds IMAGES
-    python benchmarks/content_placement.py changes --teacher TEACHER --train TRAIN --test TEST --backgrounds IMAGES
     python benchmarks/content_placement.py larger --name caltech101 --test TEST --backgrounds IMAGES
     python benchmarks/content_placement.py rivals --student STUDENT --test TEST --backgrounds IMAGES --apt CHECKOUT
     python benchmarks/content_placement.py speed --teacher TEACHER
@@ -15,10 +13,6 @@
   teacher are measured on three views of each test photograph: the photograph, the photograph on a plain canvas with
   2.5 times its width and height, and the photograph on another photograph with the size of the canvas.
 - `table` averages the results of all seeds under --runs-dir.
-- `glances` measures placement by content with a margin. Scores of blocks of four grid cells are multiplied by the
-  margin, so that more blocks are split into grid cells. `glances` also measures two passes: a first pass on a grid,
-  and a second pass by content for images with an uncertain class.
-- `changes` bootstraps students for placement by content with each of CHANGES, and measures them with several margins.
 - `larger` measures images of twice the size. `speed` times both placements, and `picture` draws their tokens.
 - `rivals` copies the weights of a student with a grid into Adaptive Patch Transformer (CHECKOUT of
   github.com/rccchoudhury/apt, needs ipdb, einops and cv2) and into timm's NaFlexViT. The entropy threshold of Adaptive
@@ -32,11 +26,9 @@ import functools
 import importlib
 import itertools
 import json
-import math
 import statistics
 from collections.abc import Callable
 from pathlib import Path
-from unittest import mock
 
 import caltech101
 import torch
@@ -50,18 +42,14 @@ from tqdm import tqdm
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
 import shared
-from frugalvit.baselines import WithTokens, load_teacher
+from frugalvit.baselines import load_teacher
 from frugalvit.configuration.configuration_base import pair
-from frugalvit.macs import count_macs
-from frugalvit.modeling import modeling_patch_sparseformer
 from frugalvit.modeling.hosts import read_anatomy
 from frugalvit.modeling.image_format import ImageFormat
 from frugalvit.modeling.modeling_patch_sparseformer import (
-    PatchSparseFormerEmbeddings,
     PatchSparseFormerEmbeddingsOutput,
     PatchSparseFormerForImageClassification,
 )
-from frugalvit.modeling.placement import ContentPlacement, choose_cells, cut_patches, without_middle
 from frugalvit.pictures import save_figure
 from frugalvit.speed import images_per_second
 from frugalvit.training import bootstrap
@@ -78,12 +66,6 @@ PLACEMENTS = ("grid", "content")
 TOKENS = [9, 16, 25, 36, 49, 64]
 # Value of `frugalvit bootstrap --zoom_out` for all students.
 ZOOM_OUT = 3.0
-# Settings of `glances`. `MARGINS`: factors of block scores. `GLANCES`: numbers of tokens in the first pass (on a grid)
-# and in the second pass (by content). `CONFIDENCES`: an image needs no second pass if the probability of its likeliest
-# class reaches this threshold.
-MARGINS = (1.0, 1.5)
-GLANCES = ((9, 36), (16, 36), (16, 49), (16, 64))
-CONFIDENCES = (0.3, 0.4, 0.5, 0.6, 0.7)
 PICTURE_TOKENS, PICTURES = 25, 6
 # Number of patch sizes in Adaptive Patch Transformer. Its authors draw pictures with three sizes and train with two.
 SCALES = 3
@@ -103,7 +85,6 @@ def main():
     parser.add_argument("--placements", nargs="*", choices=PLACEMENTS, default=PLACEMENTS)
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="default: 9 16 25 36 49 64")
     parser.add_argument("--test-images", type=int, help="drawn at random (default: all)")
-    parser.add_argument("--object-images", type=int, help="test images on a canvas (default: all)")
     parser.add_argument("--steps", type=int, default=180, help="of students (default: %(default)s)")
     parser.add_argument("--batch-size", type=int, default=192, help="default: %(default)s")
     parser.add_argument("--learning-rate", type=float, default=2e-3, help="default: %(default)s")
@@ -189,119 +170,6 @@ def bootstrap_student(arguments, placement: str, seed: int) -> Path:
     ]
     shared.run_training(bootstrap, folder, argv)
     return folder
-
-
-def measure_glances(arguments):
-    looks = [*(((count,), 0.0) for count in arguments.tokens), *itertools.product(GLANCES, CONFIDENCES)]
-    found: dict[tuple, dict[str, list[float]]] = {}
-    for seed, view in itertools.product(arguments.seeds, caltech101.VIEWS):
-        (folder,) = arguments.runs_dir.glob(f"{arguments.name}-content-*seed{seed}")
-        outputs = functools.cache(functools.partial(outputs_by_margin, arguments, folder, view))
-        for margin, (counts, confidence) in itertools.product(MARGINS, looks):
-            passes = {}
-            for count in counts:
-                *passes[count], labels = outputs(count, margin if count == counts[-1] else math.inf)
-            result = caltech101.measure_adaptive(passes, labels, confidence)
-            key = ("tokens", " → ".join(map(str, counts))), ("margin", margin), ("confidence", confidence)
-            row = found.setdefault(key, {})
-            row.setdefault(view, []).append(result["accuracy"])
-            row.setdefault(f"{view}: macs", []).append(result["macs"])
-    settings = {name: getattr(arguments, name) for name in ("object_images", "mixed_precision")}
-    settings["values_of_seeds"] = arguments.seeds
-    shared.write_table(arguments.results_dir / f"content_glances_{arguments.name}.json", settings, summarize(found))
-
-
-def summarize(found: dict[tuple, dict[str, list[float]]]) -> list[dict]:
-    rows = []
-    for key, measured in found.items():
-        row = dict(key)
-        for name, values in measured.items():
-            row |= {name: statistics.mean(values), f"{name}: spread": shared.spread(values), f"{name}: values": values}
-        rows.append(row)
-    return rows
-
-
-def measure_changes(arguments):
-    found: dict[tuple, dict[str, list[float]]] = {}
-    for (change, (margins, classes)), seed in itertools.product(CHANGES.items(), arguments.seeds):
-        changed = argparse.Namespace(**vars(arguments) | {"runs_dir": arguments.runs_dir / change})
-        choose = functools.partial(choose_by_random, margins)
-        with mock.patch.multiple(modeling_patch_sparseformer, **classes):
-            with mock.patch("frugalvit.modeling.placement.choose_cells", choose):
-                folder = bootstrap_student(changed, "content", seed)
-            for view, count, margin in itertools.product(caltech101.VIEWS, arguments.tokens, (*MARGINS, math.inf)):
-                logits, _, labels = outputs_by_margin(arguments, folder, view, count, margin)
-                row = found.setdefault((("change", change), ("tokens", count), ("margin", f"{margin:g}")), {})
-                row.setdefault(view, []).append(caltech101.accuracy_of(logits, labels))
-    settings = {name: getattr(arguments, name) for name in ("object_images", "mixed_precision", "training_precision")}
-    settings["values_of_seeds"] = arguments.seeds
-    shared.write_table(arguments.results_dir / f"content_changes_{arguments.name}.json", settings, summarize(found))
-
-
-class PlacementWithParts(ContentPlacement):
-    """Placement by content with the weights of a linear layer, which start at zero. The layer maps the embeddings of
-    the four parts of a merged cell to a vector. `EmbeddingsWithParts` adds this vector to the cell's embedding."""
-
-    def __init__(self, config):
-        super().__init__(config)
-        # The weights are no `nn.Linear`, because `_init_weights` would give it random weights.
-        self.parts = nn.Parameter(torch.zeros(config.hidden_size, 4 * config.hidden_size))
-        self.merged = None
-
-    def forward(self, levels: list[torch.Tensor], grid: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-        chosen, logits = super().forward(levels, grid)
-        cells = cut_patches(without_middle(levels[1], grid, self.patch_size), self.patch_size)
-        self.merged = cells, chosen
-        return chosen, logits
-
-
-class EmbeddingsWithParts(PatchSparseFormerEmbeddings):
-    def embed(self, patches: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        if self.placement.merged is not None:
-            cells, chosen = self.placement.merged
-            self.placement.merged = None
-            parts = self.projection(cells).unflatten(2, (-1, 2)).unflatten(1, (-1, 2)).transpose(2, 3)
-            added = F.linear(parts.flatten(3).flatten(1, 2), self.placement.parts)
-            # The padded row of zeros is added to the embeddings of cells that are not merged.
-            added = F.pad(added, (0, 0, 0, 1))
-            images = torch.arange(len(chosen), device=chosen.device).unsqueeze(1)
-            positions = positions + added[images, chosen.clamp(max=added.shape[1] - 1)]
-        return super().embed(patches, positions)
-
-
-def choose_by_random(margins: tuple[float, ...], split_scores: list[torch.Tensor], grid: tuple[int, int]):
-    """Choose cells, with a random one of `margins` for each image."""
-    drawn = torch.tensor(margins)[torch.randint(len(margins), (len(split_scores[0]), 1, 1))]
-    return choose_by_margin(drawn.to(split_scores[0].device), split_scores, grid)
-
-
-# For each change of training that `changes` measures, `CHANGES` has the arguments `margins` of `choose_by_random`, and
-# the classes that replace classes of the same names in `modeling_patch_sparseformer`.
-RANDOM_MARGINS = (1.0, 1.5, 2.5, math.inf)
-AS_BEFORE = {"ContentPlacement": ContentPlacement}
-WITH_PARTS = {"ContentPlacement": PlacementWithParts, "PatchSparseFormerEmbeddings": EmbeddingsWithParts}
-CHANGES = {
-    "random margins": (RANDOM_MARGINS, AS_BEFORE),
-    "parts": ((1.0,), WITH_PARTS),
-    "random margins, parts": (RANDOM_MARGINS, WITH_PARTS),
-    "infinite margin": ((math.inf,), AS_BEFORE),
-}
-
-
-def outputs_by_margin(arguments, folder: Path, view: str, count: int, margin: float) -> tuple:
-    """Return a student's logits for the test images, its multiply-accumulates for one image, and the labels. Scores of
-    blocks are multiplied by `margin` before grid cells are chosen."""
-    model, processor = load_model(folder, "image-classification", str(choose_device()))
-    student, image_format = WithTokens(model, count), ImageFormat.from_processor(processor)
-    if view != caltech101.VIEWS[0]:
-        arguments = argparse.Namespace(**vars(arguments) | {"test_images": arguments.object_images})
-    with mock.patch("frugalvit.modeling.placement.choose_cells", functools.partial(choose_by_margin, margin)):
-        logits, labels = caltech101.outputs_for(arguments, lambda pixels: student(pixels).logits, image_format, view)
-    return logits, count_macs(student, image_format.size).macs_with_attention, labels
-
-
-def choose_by_margin(margin, split_scores: list[torch.Tensor], grid: tuple[int, int]) -> torch.Tensor:
-    return choose_cells([margin * split_scores[0].clamp(min=1e-20), *split_scores[1:]], grid)
 
 
 def measure_larger(arguments):
@@ -512,8 +380,6 @@ COMMANDS = {
     "teacher": (make_teacher, ["model", "train", "test"]),
     "students": (train_students, ["teacher", "train", "test", "backgrounds"]),
     "table": (make_table, []),
-    "glances": (measure_glances, ["test", "backgrounds"]),
-    "changes": (measure_changes, ["teacher", "train", "test", "backgrounds"]),
     "larger": (measure_larger, ["test", "backgrounds"]),
     "rivals": (compare_rivals, ["student", "test", "backgrounds", "apt"]),
     "speed": (measure_speed, ["teacher"]),

@@ -1,0 +1,41 @@
+"""Tests of benchmarks/two_looks.py."""
+
+import math
+
+import pytest
+import torch
+import two_looks
+
+from frugalvit.modeling import placement
+
+
+@pytest.mark.parametrize("grid", [(4, 4), (5, 3)])
+def test_a_margin_is_the_price_of_an_exchange(grid):
+    rows, columns = grid
+    generator = torch.Generator().manual_seed(0)
+    scores = [torch.rand(9, *shape, generator=generator) for shape in ((rows // 2, columns // 2), grid)]
+    # The coarse scores of the first image are 0. Their product with an infinite margin must not be NaN.
+    scores[0][0] = 0
+    expected = placement.choose_cells(scores, grid)
+    exchanged = []
+    for margin in (1.0, 2.0, math.inf):
+        with two_looks.choosing_cells(margin):
+            cells = placement.choose_cells(scores, grid)
+        exchanged.append((cells < scores[0][0].numel()).sum().item())
+        assert margin > 1 or torch.equal(cells, expected)
+    assert exchanged[0] > exchanged[1] > exchanged[2] == 0
+
+
+def test_gains_are_those_at_the_same_mean_cost():
+    views = two_looks.caltech101.VIEWS
+    one_look = {
+        (count, "", name): dict.fromkeys(views, accuracy) | {f"{view}: macs": float(count) for view in views}
+        for name, accuracies in {"grid": (0.5, 0.7), "content": (0.6, 0.9)}.items()
+        for count, accuracy in zip((16, 36), accuracies, strict=True)
+    }
+    row = dict.fromkeys(views, 0.75) | {f"{view}: macs": 26.0 for view in views}
+    found = two_looks.compare_with_one_look(row, one_look)
+    for view in views:
+        assert found[f"{view}: gain"] == pytest.approx(0.15)
+        assert found[f"{view}: gain of content"] == pytest.approx(0.15)
+    assert found["50% small: gain"] == pytest.approx(0.15)
