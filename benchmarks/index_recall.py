@@ -31,9 +31,12 @@ Scores are means over queries:
   the teacher sorts these fifty results, the share is also that of the first ten results after sorting.
 - `labels@1`: 1 if the row's first result has the label of the query, and 0 otherwise.
 - `labels@10`: share of the row's first ten results that have the label of the query.
+- `cosine`: cosine of the query's embeddings by the row's model and by the teacher.
+- `agreement`: 1 if the classifier predicts the same class from both embeddings, and 0 otherwise.
 
-`…_error` is the standard error over queries. `…_difference` is the score minus the score of the cosine loss, and
-`…_differences` has this difference for each seed.
+`…_error` is the standard error over queries. `…_difference` is the score minus the score of the teacher on smaller
+images with as many patches as the student has tokens. In `losses`, it is the score minus the score of the cosine loss,
+and `…_differences` has this difference for each seed.
 """
 
 import argparse
@@ -103,9 +106,13 @@ def compare_models(arguments):
     baselines = load_teachers(arguments.teacher, resolutions=arguments.sizes) + load_students(arguments.student)
     rows = []
     for title, *files in arguments.data:
+        smaller = {}
         for baseline, about, found in search(arguments, baselines, *files):
             about["method"] = baseline.method
-            rows.append({"data": title} | about | describe(found))
+            # A student is compared with the teacher on smaller images, with as many patches as the student has tokens.
+            other = smaller.setdefault((baseline.tokens, about["role"]), found)
+            differences = {f"{name}_difference": found[name] - other[name] for name in found if other is not found}
+            rows.append({"data": title} | about | describe(found) | describe(differences))
         write_table(arguments.results_dir / "index_recall.json", settings(arguments), rows)
 
 
@@ -132,6 +139,11 @@ def search(
             own_index[::2] = embed_index(teacher)[::2]
         own_queries = embed_queries(teacher if role == "index" else baseline)
         found = scores(nearest(own_queries, own_index, leave_out), truth, labels(queries), labels(index))
+        expected = embed_queries(teacher)
+        found["cosine"] = F.cosine_similarity(own_queries, expected).double()
+        if baseline.classifier is not None:
+            classes = [baseline.classifier(each).argmax(1) for each in (own_queries, expected)]
+            found["agreement"] = (classes[0] == classes[1]).double()
         about = {"model": baseline.name, "tokens": baseline.tokens, "role": role}
         rows.append((baseline, about | {"queries": len(queries), "index": len(index)}, found))
     return rows

@@ -83,7 +83,19 @@ def test_rows_have_every_model_in_every_role(call, monkeypatch):
     own = [("teacher", "both"), *((model, role) for model in models for role in index_recall.ROLES)]
     assert roles == [(data, *each) for data in ("Two", "One") for each in own]
     assert [(row["queries"], row["index"]) for row in rows[:: len(own)]] == [(8, 14), (14, 14)]
-    assert rows[0]["neighbors@1"] == rows[0]["neighbors@10"] == 1
+    assert (
+        rows[0]["neighbors@1"]
+        == rows[0]["neighbors@10"]
+        == rows[0]["agreement"]
+        == pytest.approx(rows[0]["cosine"])
+        == 1
+    )
+    smaller, student = (
+        next(row for row in rows if row["model"] == model and row["role"] == "queries")
+        for model in ("16 pixels", "student, 16 tokens")
+    )
+    assert smaller["cosine"] < 1 and smaller["tokens"] == student["tokens"]
+    assert student["cosine_difference"] == pytest.approx(student["cosine"] - smaller["cosine"])
 
 
 def test_relational_loss_compares_images_of_a_batch():
