@@ -126,7 +126,7 @@ def load_splits(
     for number, images in enumerate(parts):
         has_labels = isinstance(images, datasets.Dataset) and "label" in images.features
         # Missing labels are None or -1.
-        if has_labels and not {None, -1}.isdisjoint(images.unique("label")):
+        if has_labels and not {None, -1}.isdisjoint(images.select_columns("label")[:]["label"]):
             parts[number] = images.remove_columns("label")
     return tuple(parts)
 
@@ -224,7 +224,8 @@ def load_images(
     if not is_stream and is_text:
         names = names or sorted(text for text in table.unique("label") if text is not None)
     elif not is_stream:
-        highest = max((number for number in table.unique("label") if number is not None), default=-1)
+        given = table.select_columns("label")[:]["label"]
+        highest = max((number for number in given if number is not None), default=-1)
         if highest < 0:
             # In splits without labels, such as ImageNet's test split, all labels are -1.
             return table.remove_columns("label")

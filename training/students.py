@@ -54,7 +54,9 @@ class StudentArguments(CheckedArguments):
         "inherited", "Embed cells by the teacher's patches, or learn the paper's focusing stage.", choices=FOCUSINGS
     )
     placement: str = argument(
-        "grid", "Cells with focusing inherited: equal, or smaller at details.", choices=PLACEMENTS
+        "grid",
+        "Cells with focusing inherited: equal, smaller at details, or smaller in a second look alone.",
+        choices=PLACEMENTS,
     )
     num_tokens: list[int] | None = argument(
         None, "Numbers of latent tokens, one or several. Default: a quarter of the patches."
