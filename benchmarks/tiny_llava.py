@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None):
     images = load_images(SUBSET, f"train[:{arguments.images}]")
     train_answers(llava, processor, images, arguments.output, arguments.steps, arguments.seed)
     found = answer_accuracy(llava, processor, load_images(SUBSET, f"test[:{min(arguments.images, TEST_IMAGES)}]"))
-    print(f'Wrote {arguments.output}. Right answers to "what is this ?": {found["what is this"]:.1%}.')
+    print(f'Wrote {arguments.output}. Right answers to "what is this ?" on test images: {found["what is this"]:.1%}.')
 
 
 def untrained_llava() -> tuple[LlavaForConditionalGeneration, LlavaProcessor]:

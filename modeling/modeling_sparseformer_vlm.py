@@ -105,12 +105,20 @@ for config_class, model_class in (
 class SparseFormerTowerMixin:
     """Mixin for VLMs without a language-modeling head. vLLM builds such models by `AutoModel`."""
 
+    prompt_hint = "Call the processor that `frugalvit.matching_processor(processor, model)` returns for this model."
+
     def __init__(self, config: PreTrainedConfig):
         if type(config.vision_config) not in MODEL_MAPPING:
             # vLLM pickles configurations with their classes. Unpickled classes are not registered with `AutoModel`, so
             # the configuration is built again with a registered class.
             config.vision_config = AutoConfig.for_model(**config.vision_config.to_dict())
         super().__init__(config)
+
+    def get_placeholder_mask(self, *args, **kwargs):
+        try:
+            return super().get_placeholder_mask(*args, **kwargs)
+        except ValueError as error:
+            raise ValueError(f"{error}. {self.prompt_hint}") from error
 
 
 def auto_classes_of(name: str) -> dict[str, str]:
@@ -135,6 +143,10 @@ class SparseFormerLlavaModel(SparseFormerTowerMixin, LlavaModel):
     """`LlavaModel` with a SparseFormer as its vision tower. Images may have different numbers of tokens."""
 
     config: SparseFormerLlavaConfig
+    prompt_hint = (
+        "Pass the number of latent tokens to the processor of the model: `processor(…, num_image_tokens=9)`. "
+        "`frugalvit.matching_processor(processor, model)` returns a processor with the default of the model."
+    )
 
     @can_return_tuple
     def get_image_features(

@@ -76,7 +76,11 @@ class AlignLlavaArguments(ImageTrainingArguments):
         ["What is in the image?", "Describe the image.", "What is this?"],
         "Questions, of which one is drawn for each view of an image.",
     )
-    prompt: str | None = argument(None, "Text with {image} and {question}. Default: LLaVA 1.5's or PaliGemma's.")
+    prompt: str | None = argument(
+        None,
+        "Text with {image} and {question}. A LLaVA's {image} ends with a line break. Default: LLaVA 1.5's or "
+        "PaliGemma's.",
+    )
     answer_tokens: int = argument(16, "Largest number of tokens in an answer.")
     feature_loss_weight: float = argument(1.0, "Weight of the distance between means of projected tokens.")
 

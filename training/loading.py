@@ -33,7 +33,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from transformers.utils import logging
 
 from ..configuration.configuration_base import pair
-from ..modeling import modeling_patch_sparseformer, modeling_sparseformer
+from ..modeling import modeling_patch_sparseformer, modeling_sparseformer, modeling_sparseformer_vlm
 from ..modeling.context_broadcast_hosts import load_context_broadcast
 from .choices import OPEN_CLIP
 from .files import HUB_ID, split_revision, unknown_model
@@ -99,7 +99,7 @@ def vision_class(config: PreTrainedConfig) -> type:
     if architecture.endswith(("ForPreTraining", "ForMaskedImageModeling", "Backbone")):
         return base_model
     if architecture and not architecture.endswith("ForImageClassification"):
-        for module in (modeling_sparseformer, modeling_patch_sparseformer, transformers):
+        for module in (modeling_sparseformer, modeling_patch_sparseformer, modeling_sparseformer_vlm, transformers):
             if hasattr(module, architecture):
                 return getattr(module, architecture)
     is_classifier = type(config) in transformers.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING
@@ -119,7 +119,8 @@ def clip_class(config: PreTrainedConfig) -> type:
 # The keys are names of tasks of Transformers' pipelines.
 TASKS = {
     "image-classification": Task("an image classifier", lambda _: AutoModelForImageClassification),
-    # Vision transformers with or without classifier, the vision model of a CLIP, or the vision tower of a LLaVA.
+    # Vision transformers with or without classifier, the vision model of a CLIP, or the vision tower of a LLaVA, also
+    # after a swap.
     "image-feature-extraction": Task("a vision transformer", vision_class, UNUSED_BY_EMBEDDINGS),
     "image-segmentation": Task("a semantic segmentation model", lambda _: AutoModelForSemanticSegmentation),
     "zero-shot-image-classification": Task("a CLIP", clip_class),
@@ -201,9 +202,10 @@ def load_model(
     tower = getattr(getattr(model, "model", None), "vision_tower", None)
     if task is not TASKS["image-feature-extraction"] or tower is None:
         return model, processor
-    if model.config.model_type in GRID_VLMS:
+    is_swapped = isinstance(tower, modeling_sparseformer_vlm.SparseFormerGridTower)
+    if is_swapped or model.config.model_type in GRID_VLMS:
         processor = processor_of_tower(model, processor)
-    return tower, processor
+    return tower.tower if is_swapped else tower, processor
 
 
 def processor_of_tower(model: nn.Module, processor):

@@ -17,6 +17,7 @@ from frugalvit import (
     swap_vision_tower,
 )
 from frugalvit.modeling.llava_tower import SparseFormerVisionTower
+from frugalvit.training.loading import load_model
 from tiny import IMAGE, WORDS, make_llava, make_processor, make_tower
 
 
@@ -82,6 +83,8 @@ def test_a_saved_model_loads_with_and_without_the_package(tmp_path):
     assert count_image_tokens(inputs) == 6
     expected = before(**inputs).logits
     assert torch.equal(model(**inputs).logits, expected)
+    tower, _ = load_model(tmp_path / "model", "image-feature-extraction", "cpu")
+    torch.testing.assert_close(tower.state_dict(), before.model.vision_tower.state_dict())
     found = compute_without_frugalvit(tmp_path, tmp_path / "model", "AutoModelForImageTextToText", inputs)
     for given in found:
         torch.testing.assert_close(given, expected, rtol=0, atol=1e-6)
@@ -111,6 +114,8 @@ def test_each_image_of_a_prompt_can_have_another_number_of_tokens(strategy):
     assert "num_image_tokens" not in processor(**prompt, padding=True)
     with pytest.raises(ValueError, match="has 1 numbers, .* each of the 3 images"):
         processor(**prompt, num_image_tokens=[4])
+    with pytest.raises(ValueError, match="tokens do not match, .* to the processor of the model"):
+        model(**processor(**prompt, padding=True, return_tensors="pt"), num_image_tokens=4)
 
 
 def test_the_shipped_model_answers_prompts_of_two_lengths_in_a_batch():

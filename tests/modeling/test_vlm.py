@@ -11,6 +11,7 @@ import tiny
 from drawn import noise
 from frugalvit import SparseFormerBackbone, matching_processor, swap_vision_tower
 from frugalvit.cli import main
+from frugalvit.training.loading import load_model
 from tiny import make_paligemma, make_paligemma_processor, make_tower
 
 
@@ -74,6 +75,10 @@ def test_the_command_swaps_as_the_function_does(vlm, processor, tmp_path, capsys
     torch.testing.assert_close(swap_vision_tower(vlm.model, vlm.make_tower(), 4)(**inputs).logits, expected)
     for given in compute_without_frugalvit(tmp_path, tmp_path / "out", "AutoModelForImageTextToText", inputs):
         torch.testing.assert_close(given, expected, rtol=0, atol=1e-6)
+    tower, image_processor = load_model(tmp_path / "out", "image-feature-extraction", "cpu")
+    pixel_values = image_processor(noise((75, 40)), return_tensors="pt")["pixel_values"]
+    expected = vlm.make_tower()(pixel_values).last_hidden_state
+    torch.testing.assert_close(tower(pixel_values).last_hidden_state, expected)
 
 
 def make_paligemma_inputs(processor) -> dict:
