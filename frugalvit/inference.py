@@ -89,8 +89,12 @@ class _Application:
             model (`str`, `os.PathLike` or `nn.Module`): A shipped model's name, a folder, a hub id or a loaded model.
             image_processor (*optional*): The image processor, which a loaded model requires.
             num_tokens (`int`, *optional*): Number of latent tokens of a SparseFormer.
-            num_workers (`int`, *optional*, defaults to 0): Number of decoding threads, see `count_threads`.
+            batch_size (`int`, *optional*, defaults to 32): Number of images in a forward pass.
+            num_workers (`int`, *optional*, defaults to 0): Number of decoding threads. 0 stands for one for each CPU.
             return_errors (`bool`, *optional*): Yield the `CorruptImageError` of an image instead of raising it.
+            device (`str`, *optional*): "cpu", "cuda", "mps", … By default an accelerator, if there is one. A loaded
+                model stays on its device.
+            trust_remote_code (`bool`, *optional*): Run the code in the model's repository.
         """
         if batch_size < 1:
             raise ValueError(f"`batch_size` is {batch_size}, expected 1 or more.")
