@@ -128,12 +128,13 @@ def measure(arguments, folder: Path) -> dict[tuple, dict[str, float]]:
         # The share of training photographs with a second look for which two looks cost as much as `tokens`.
         share = (macs[tokens] - macs[first]) / macs[second]
         threshold = torch.quantile(score(fit[PHOTOGRAPHS]), share).item()
+        predict_gain = predict(fit, first, functools.partial(gain_of_content, second))
         row = results[tokens, exits, placement] = {}
         for view, found in test.items():
             again = score(found) < threshold
             if placement == "better":
-                gain = predict(fit, first, functools.partial(gain_of_content, second))(found["grid", first])
-                looked = torch.where(gain[:, None] > 0, found["margin", second], found["grid", second])
+                gains = predict_gain(found["grid", first])
+                looked = torch.where(gains[:, None] > 0, found["margin", second], found["grid", second])
             else:
                 looked = found[placement, second]
             embedding = torch.where(again[:, None], looked, found["grid", first])
