@@ -11,10 +11,10 @@
   the full-size image;
 - one SparseFormer for all sizes, trained to the same target without labels.
 
-Training with labels is repeated for each learning rate of --label-rates. Training without labels uses the learning
-rate of inherited weights in bootstrapping. small_images_DATA.json is written after each row, so an interrupted command
-can be repeated. `processing` compares the shipped student with its exports as plain ViTs. The image processors of
-these exports resize photographs directly to a small size. The output is plain_vit.json.
+Fine-tuning is repeated for each learning rate of --rates. The SparseFormer uses the learning rate of inherited weights
+in bootstrapping. small_images_DATA.json is written after each row, so an interrupted command can be repeated.
+`processing` compares the shipped student with its exports as plain ViTs. The image processors of these exports resize
+photographs directly to a small size. The output is plain_vit.json.
 """
 
 import copy
@@ -56,7 +56,7 @@ def main():
     parser.add_argument("--title", default="Caltech-101", help="name of the data (default: %(default)s)")
     parser.add_argument("--sizes", type=int, nargs="+", default=[112, 84, 56], help="default: 112 84 56")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
-    parser.add_argument("--label-rates", type=float, nargs="+", default=[RATE, 1e-4], help="default: 2e-5 1e-4")
+    parser.add_argument("--rates", type=float, nargs="+", default=[RATE, 1e-4], help="default: 2e-5 1e-4")
     parser.add_argument("--epochs", type=int, default=1, help="default: %(default)s")
     add_precision_argument(parser, "no")
     add_run_arguments(parser, "runs/small-images")
@@ -70,7 +70,7 @@ def train_all(arguments):
     rows = read_rows(file)
     settings = {name: getattr(arguments, name) for name in ("epochs", "seeds", "mixed_precision")}
     for seed, method in itertools.product(arguments.seeds, arguments.methods):
-        rates = {AS_IT_IS: [0.0], WITH_LABELS: arguments.label_rates}.get(method, [RATE])
+        rates = {AS_IT_IS: [0.0], STUDENT: [RATE]}.get(method, arguments.rates)
         groups = [arguments.sizes] if method in (AS_IT_IS, STUDENT) else [[size] for size in arguments.sizes]
         for rate, sizes in itertools.product(rates, groups):
             about = {"method": method, "rate": rate, "seed": seed, "epochs": arguments.epochs}

@@ -18,17 +18,16 @@ def test_each_row_is_trained_once(tmp_path, write_parquet, monkeypatch):
 
     monkeypatch.setattr(small_images, "train_one", counted)
     monkeypatch.setattr("token_merging.BATCH_SIZE", 4)
-    options = {"teacher": tmp_path / "teacher", "train": images, "test": images, "label-rates": 1e-4}
+    options = {"teacher": tmp_path / "teacher", "train": images, "test": images, "rates": 1e-4}
     options |= {"runs-dir": tmp_path / "runs", "results-dir": tmp_path}
     argv = [text for name, value in options.items() for text in (f"--{name}", str(value))]
     monkeypatch.setattr("sys.argv", ["small_images.py", "train", "--sizes", "16", "8", *argv])
     for _ in range(2):
         small_images.main()
-    untrained, labels, embedding, student = small_images.METHODS
+    untrained, *tuned, student = small_images.METHODS
     assert trained == [
         (untrained, 0.0, 16, 8),
-        *((labels, 1e-4, size) for size in (16, 8)),
-        *((embedding, 2e-5, size) for size in (16, 8)),
+        *((method, 1e-4, size) for method in tuned for size in (16, 8)),
         (student, 2e-5, 16, 8),
     ]
     rows = json.loads((tmp_path / "small_images_caltech101.json").read_text("utf-8"))["rows"]
