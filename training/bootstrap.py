@@ -10,11 +10,13 @@ With `--student`, an existing student is trained further, for example with more 
 
 import copy
 import statistics
+import tempfile
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import datasets
+import numpy as np
 import torch
 import torch.nn.functional as F
 from transformers import HfArgumentParser, PreTrainedModel
@@ -25,6 +27,7 @@ from ..modeling.hosts import Anatomy, read_anatomy
 from ..modeling.hosts.running import record_hidden_states
 from ..modeling.image_format import ImageFormat
 from .arguments import (
+    POSITIVE,
     RANGE,
     ArgumentParser,
     DataArguments,
@@ -152,6 +155,10 @@ class BootstrapArguments(ImageTrainingArguments):
     crop_ratio: list[float] = argument([3 / 4, 4 / 3], "Lowest and highest aspect ratio of a crop.")
     flip: float = argument(0.5, "Probability of a horizontal flip.")
     zoom_out: float = argument(1.0, "Place half of the images on a canvas with sides up to this many times theirs.")
+    views_per_image: int | None = argument(
+        None,
+        "Repeat this many views of each image, and keep the teacher's embeddings on disk. Default: always new views.",
+    )
     attn_implementation: str | None = argument(None, "The student's attention implementation. Default: eager on CPUs.")
     bf16: bool | None = argument(
         None,
@@ -167,6 +174,7 @@ class BootstrapArguments(ImageTrainingArguments):
         ),
         "crop_scale": RANGE,
         "crop_ratio": RANGE,
+        "views_per_image": POSITIVE,
     }
 
     def __post_init__(self):
@@ -291,6 +299,13 @@ class BootstrapTrainer(ImageTrainer):
             **kwargs,
         )
         self.student = model
+        self.kept_embeddings: torch.Tensor | None = None
+        self.train_dataset.views_per_image = args.views_per_image
+        if args.views_per_image and (isinstance(train, datasets.IterableDataset) or self.align.reads_states):
+            raise ValueError(
+                "views_per_image keeps the teacher's final embeddings of images with numbers; expected no streaming, "
+                "placement 'grid', and 0 for token_loss_weight and dense_loss_weight."
+            )
         if self.is_fsdp_enabled and (args.token_loss_weight or args.dense_loss_weight):
             raise ValueError("FSDP records no hidden states; set token_loss_weight and dense_loss_weight to 0.")
         if args.bf16:
@@ -309,11 +324,9 @@ class BootstrapTrainer(ImageTrainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """Return the mean loss over the token counts of this step, see `token_counts_to_train`."""
         align = self.align
-        reads_states = align.align_tokens or align.align_maps or align.predicts_attention
-        recorder = record_hidden_states(self.anatomy) if reads_states else nullcontext()
+        recorder = record_hidden_states(self.anatomy) if align.reads_states else nullcontext()
         with torch.no_grad(), self.accelerator.autocast(), recorder as states:
-            embedding = self.anatomy.embed(inputs.get("teacher_pixel_values", inputs["pixel_values"]))
-            targets = {"embedding": embedding.float()}
+            targets = {"embedding": self.teacher_embedding(inputs)}
             if align.predicts_attention:
                 targets["attention"] = teacher_attention(self.anatomy, states)
             if align.align_tokens:
@@ -327,6 +340,27 @@ class BootstrapTrainer(ImageTrainer):
             losses.append(align(outputs, labels=inputs.get("labels"), **targets))
         loss = torch.stack(losses).mean()
         return (loss, outputs) if return_outputs else loss
+
+    def teacher_embedding(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Return the teacher's embeddings of a batch, `(batch, embedding_size)` float32. With `args.views_per_image`,
+        embeddings are kept in an unnamed file in the output folder, so that the teacher embeds each view once."""
+        pixel_values = inputs.get("teacher_pixel_values", inputs["pixel_values"])
+        if not self.args.views_per_image:
+            return self.anatomy.embed(pixel_values).float()
+        places = inputs["epoch"].cpu(), inputs["index"].cpu()
+        if self.kept_embeddings is None:
+            size = self.anatomy.embed(pixel_values[:1]).shape[-1]
+            shape = (self.args.views_per_image, len(self.train_dataset), size)
+            Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.args.output_dir) as file:
+                self.kept_embeddings = torch.from_numpy(np.memmap(file, np.float32, shape=shape))
+        embedding = self.kept_embeddings[places].to(pixel_values.device)
+        # The file is filled with zeros at first.
+        missing = ~embedding.any(1)
+        if missing.any():
+            embedding[missing] = self.anatomy.embed(pixel_values[missing]).float()
+            self.kept_embeddings[places] = embedding.cpu()
+        return embedding
 
     def create_scheduler(self, num_training_steps: int, optimizer=None):
         """Create Transformers' scheduler. If the focusing stage is new, the learning rate of inherited weights is 0

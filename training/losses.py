@@ -56,6 +56,8 @@ class AlignmentLoss(nn.Module):
             self.align_maps = MapAlignment(student, teacher, args.dense_layers)
         # For placement by content, the student learns to predict the teacher's attention.
         self.predicts_attention = config.has_patch_embedding and config.placement != "grid"
+        # Whether the loss compares more of the teacher than its final embedding.
+        self.reads_states = bool(self.align_tokens or self.align_maps or self.predicts_attention)
         # Arguments of the student's forward pass: `embedding_options` for the embedding alone, `options` for the loss.
         backbone = isinstance(student, BackboneMixin) and self.align_maps
         self.embedding_options = {"output_embedding": True} if backbone else {"output_tokens": False}

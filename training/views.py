@@ -214,7 +214,13 @@ class Views(Dataset, TrainerCallback):
             also has `epoch`. Evaluation views need no seed.
         skip_corrupt (`bool`): If an image cannot be read, use the next image instead.
         classes (sequence of `int`, *optional*): The model's index of each class. Default: labels stay unchanged.
+
+    Attributes:
+        views_per_image (`int`, *optional*): Number of different views of an image. Later epochs repeat these views,
+            and `epoch` is the epoch in which a view was new. By default, the views of all epochs differ.
     """
+
+    views_per_image: int | None = None
 
     def __init__(self, images, view, seed: int | None = None, skip_corrupt: bool = False, classes=None):
         self.images = images
@@ -252,6 +258,8 @@ class Views(Dataset, TrainerCallback):
                 sample = self.view(*parts) | {"index": index}
             else:
                 epoch = int(self.epoch)
+                if self.views_per_image:
+                    epoch %= self.views_per_image
                 with seeded(self.seed, epoch, index, VIEW):
                     sample = self.view(*parts) | {"epoch": epoch, "index": index}
         except CorruptImageError:

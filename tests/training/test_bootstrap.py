@@ -1,5 +1,6 @@
 """Test bootstrapping on a few images by `frugalvit bootstrap`, by `bootstrap` and by `BootstrapTrainer`."""
 
+import dataclasses
 import functools
 
 import pytest
@@ -105,6 +106,34 @@ def make(teacher, images, tmp_path):
         return BootstrapTrainer(model, student, args, images, images, AutoImageProcessor.from_pretrained(teacher))
 
     return make
+
+
+def test_the_teacher_embeds_repeated_views_once(make):
+    options = {"eval_strategy": "no", "load_best_model_at_end": False, "bf16": False}
+    trainer = make(views_per_image=1, token_loss_weight=0, **options)
+    embed, teacher_embedding = trainer.anatomy.embed, trainer.teacher_embedding
+    embedded = []
+
+    def counted(pixels):
+        embedded.append(len(pixels))
+        return embed(pixels)
+
+    def checked(inputs):
+        kept = teacher_embedding(inputs)
+        torch.testing.assert_close(kept, embed(inputs["pixel_values"]))
+        return kept
+
+    trainer.anatomy = dataclasses.replace(trainer.anatomy, embed=counted)
+    trainer.teacher_embedding = checked
+    trainer.train()
+    # One image is embedded twice, to find the size of an embedding.
+    assert sum(embedded) == 1 + len(trainer.train_dataset)
+
+
+@pytest.mark.parametrize("options", [{"token_loss_weight": 1.0}, {"views_per_image": 0}])
+def test_embeddings_are_not_kept_for_losses_of_tokens(make, options):
+    with pytest.raises(ValueError, match="views_per_image"):
+        make(**{"views_per_image": 1, "token_loss_weight": 0} | options)
 
 
 def test_the_schedule_is_a_warm_up_and_half_a_cosine(make):
