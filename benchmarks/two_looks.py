@@ -18,7 +18,9 @@ get a second look, and how the tokens of the second look are placed:
 Linear models and thresholds come from training photographs and training photographs on a plain canvas. For each number
 of tokens in LOOKS, the threshold is the one with which two looks cost what this number of tokens costs on training
 photographs. The output, two_looks_NAME.json, has the gain of each method over one look on a grid, and the gain of one
-look with all tokens by content, at the same mean cost. The student is the same.
+look with all tokens by content, at the same mean cost. The student is the same. COSTS are compared: multiply-
+accumulates and, measured in turns when the table is made, seconds. Embeddings are saved, so that the table can be made
+again when no other program runs.
 """
 
 import argparse
@@ -44,12 +46,13 @@ from frugalvit.configuration.configuration_base import pair
 from frugalvit.macs import count_macs
 from frugalvit.modeling.image_format import ImageFormat
 from frugalvit.modeling.placement import AttentionForecast, choose_cells
+from frugalvit.speed import images_per_second
 from frugalvit.training.loading import choose_device, load_model
 
 
 TOKENS = [9, 16, 25, 36, 49, 64]
 # Numbers of tokens in the first look and in the second look, by the number of tokens with the same mean cost.
-LOOKS = {16: (9, 25), 25: (16, 36), 36: (25, 49)}
+LOOKS = {16: (9, 25), 25: (16, 36), 36: (16, 49), 49: (25, 64), 64: (36, 64)}
 MARGIN = 1.5
 # Number of tokens in the look whose attention chooses cells.
 ATTENDING = 16
@@ -60,6 +63,10 @@ METHODS = [
 PHOTOGRAPHS, SMALL, CLUTTERED = caltech101.VIEWS
 # Shares of small objects in mixtures with photographs.
 MIXTURES = (0.25, 0.5)
+# Kinds of costs, and the names of gains at equal mean cost.
+COSTS = {"macs": "gain", "seconds": "gain at equal time"}
+# Images of a batch, and rounds, when seconds are measured.
+TIMED_IMAGES, ROUNDS = 32, 10
 
 
 def main():
@@ -78,10 +85,14 @@ def main():
     arguments = parser.parse_args()
     arguments.training_precision = arguments.mixed_precision
     found: dict[tuple, dict[str, list[float]]] = {}
+    costs = None
     for seed in arguments.seeds:
         with choosing_cells(math.inf):
             folder = bootstrap_student(arguments, "content", seed)
-        for key, values in measure(arguments, folder).items():
+        for part in ("fit", "test"):
+            embeddings(arguments, folder, part)
+        costs = costs or measure_costs(folder)
+        for key, values in measure(arguments, folder, costs).items():
             row = found.setdefault(key, {})
             for name, value in values.items():
                 row.setdefault(name, []).append(value)
@@ -105,20 +116,39 @@ def choosing_cells(margin: float):
     return mock.patch("frugalvit.modeling.placement.choose_cells", choose)
 
 
-def measure(arguments, folder: Path) -> dict[tuple, dict[str, float]]:
+def measure_costs(folder: Path) -> dict[str, dict[tuple[str, int], float]]:
+    """Return the costs of one look for each kind in COSTS, by placement and number of tokens. "margin" and "attention"
+    cost as much as "content"."""
+    model, processor = load_model(folder, "image-classification", str(choose_device()))
+    size = ImageFormat.from_processor(processor).size
+    model = model.base_model
+    looks = {
+        (placement, count): functools.partial(model, num_tokens=count, placement=placement, output_tokens=False)
+        for placement in ("grid", "content")
+        for count in TOKENS
+    }
+    speeds = images_per_second(looks, torch.randn(TIMED_IMAGES, 3, *size).to(model.device), ROUNDS)
+    macs = {count: count_macs(WithTokens(model, count), size).macs_with_attention for count in TOKENS}
+    costs = {"macs": {key: macs[key[1]] for key in looks}, "seconds": {key: 1 / speeds[key] for key in looks}}
+    for cost in costs.values():
+        cost |= {(name, count): cost["content", count] for name in ("margin", "attention") for count in TOKENS}
+    return costs
+
+
+def measure(arguments, folder: Path, costs: dict[str, dict]) -> dict[tuple, dict[str, float]]:
     """Measure a student. The keys of the result are the number of tokens, the exit and the placement. The exit of
     images with one look is empty."""
-    model, processor = load_model(folder, "image-classification", str(choose_device()))
+    model, _ = load_model(folder, "image-classification", str(choose_device()))
     classifier = model.classifier.cpu()
-    size = ImageFormat.from_processor(processor).size
-    macs = {count: count_macs(WithTokens(model, count), size).macs_with_attention for count in TOKENS}
+    macs = {count: costs["macs"]["grid", count] for count in TOKENS}
     fit, test = (embeddings(arguments, folder, part) for part in ("fit", "test"))
     accuracy = functools.partial(accuracy_of, classifier)
     results = {}
     for placement, count in passes("test"):
         row = results[count, "", placement] = {}
         for view, found in test.items():
-            row |= {view: accuracy(found[placement, count], found), f"{view}: macs": macs[count]}
+            row[view] = accuracy(found[placement, count], found)
+            row |= {f"{view}: {kind}": cost[placement, count] for kind, cost in costs.items()}
     one_look = dict(results)
     for tokens, (exits, placement) in itertools.product(LOOKS, METHODS):
         first, second = LOOKS[tokens]
@@ -138,8 +168,10 @@ def measure(arguments, folder: Path) -> dict[tuple, dict[str, float]]:
             else:
                 looked = found[placement, second]
             embedding = torch.where(again[:, None], looked, found["grid", first])
-            cost = macs[first] + again.float().mean().item() * macs[second]
-            row |= {view: accuracy(embedding, found), f"{view}: macs": cost}
+            row[view] = accuracy(embedding, found)
+            for kind, cost in costs.items():
+                later = cost["grid" if placement == "grid" else "content", second]
+                row[f"{view}: {kind}"] = cost["grid", first] + again.float().mean().item() * later
     for row in results.values():
         row |= compare_with_one_look(row, one_look)
     return results
@@ -154,22 +186,23 @@ def compare_with_one_look(row: dict[str, float], one_look: dict[tuple, dict[str,
     """Return the gains of a row, and of one look with all tokens by content, over one look on a grid. All three have
     the same mean cost: values between two numbers of tokens are interpolated."""
 
-    def at_cost(view: str, placement: str, cost: float) -> float:
+    def at_cost(view: str, placement: str, kind: str, cost: float) -> float:
         rows = [each for (_, _, name), each in one_look.items() if name == placement]
-        return float(np.interp(cost, [each[f"{view}: macs"] for each in rows], [each[view] for each in rows]))
+        return float(np.interp(cost, [each[f"{view}: {kind}"] for each in rows], [each[view] for each in rows]))
 
     compared = {}
-    for view in caltech101.VIEWS:
-        cost = row[f"{view}: macs"]
-        grid = at_cost(view, "grid", cost)
-        compared[f"{view}: gain"] = row[view] - grid
-        compared[f"{view}: gain of content"] = at_cost(view, "content", cost) - grid
-    for share in MIXTURES:
-        accuracy, cost = (
-            (1 - share) * row[f"{PHOTOGRAPHS}{name}"] + share * row[f"{SMALL}{name}"] for name in ("", ": macs")
-        )
-        grid = (1 - share) * at_cost(PHOTOGRAPHS, "grid", cost) + share * at_cost(SMALL, "grid", cost)
-        compared[f"{share:.0%} small: gain"] = accuracy - grid
+    for kind, gain in COSTS.items():
+        for view in caltech101.VIEWS:
+            cost = row[f"{view}: {kind}"]
+            grid = at_cost(view, "grid", kind, cost)
+            compared[f"{view}: {gain}"] = row[view] - grid
+            compared[f"{view}: {gain} of content"] = at_cost(view, "content", kind, cost) - grid
+        for share in MIXTURES:
+            accuracy, cost = (
+                (1 - share) * row[f"{PHOTOGRAPHS}{name}"] + share * row[f"{SMALL}{name}"] for name in ("", f": {kind}")
+            )
+            grid = (1 - share) * at_cost(PHOTOGRAPHS, "grid", kind, cost) + share * at_cost(SMALL, "grid", kind, cost)
+            compared[f"{share:.0%} small: {gain}"] = accuracy - grid
     return compared
 
 

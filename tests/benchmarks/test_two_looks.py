@@ -27,15 +27,22 @@ def test_a_margin_is_the_price_of_an_exchange(grid):
 
 
 def test_gains_are_those_at_the_same_mean_cost():
+    """The row costs 26 of 36 multiply-accumulates but 31 of 36 seconds, so its two gains differ."""
     views = two_looks.caltech101.VIEWS
+
+    def costs(macs: float, seconds: float) -> dict[str, float]:
+        return {f"{view}: {kind}": cost for view in views for kind, cost in (("macs", macs), ("seconds", seconds))}
+
     one_look = {
-        (count, "", name): dict.fromkeys(views, accuracy) | {f"{view}: macs": float(count) for view in views}
+        (count, "", name): dict.fromkeys(views, accuracy) | costs(count, count)
         for name, accuracies in {"grid": (0.5, 0.7), "content": (0.6, 0.9)}.items()
         for count, accuracy in zip((16, 36), accuracies, strict=True)
     }
-    row = dict.fromkeys(views, 0.75) | {f"{view}: macs": 26.0 for view in views}
-    found = two_looks.compare_with_one_look(row, one_look)
+    found = two_looks.compare_with_one_look(dict.fromkeys(views, 0.75) | costs(26, 31), one_look)
     for view in views:
         assert found[f"{view}: gain"] == pytest.approx(0.15)
         assert found[f"{view}: gain of content"] == pytest.approx(0.15)
+        assert found[f"{view}: gain at equal time"] == pytest.approx(0.1)
+        assert found[f"{view}: gain at equal time of content"] == pytest.approx(0.175)
     assert found["50% small: gain"] == pytest.approx(0.15)
+    assert found["50% small: gain at equal time"] == pytest.approx(0.1)
