@@ -1,6 +1,7 @@
 """Models that `frugalvit compare` measures: a teacher, the teacher on smaller images, and students. `Baseline` can
 describe any other model for a comparison."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from torch import nn
 
 from .configuration.configuration_base import is_sparseformer
 from .evaluation.embeddings import image_embedder, image_maker, without_agent
+from .macs import count_macs
 from .modeling.hosts import Anatomy, read_anatomy
 from .modeling.modeling_patch_sparseformer import (
     PatchSparseFormerVisionModel,
@@ -23,6 +25,8 @@ from .training.preprocessing import size_made_by
 LOWER_RESOLUTION = "teacher at lower resolution"
 # Default patch counts of the smaller images, as shares of the teacher's patch count.
 SHARES = (1 / 4, 2 / 5, 9 / 16)
+# Values of `confidence` for students that classify adaptively.
+CONFIDENCES = (0.5, 0.7, 0.9)
 
 
 @dataclass
@@ -42,6 +46,8 @@ class Baseline:
         parameters (`int`, *optional*): Number of parameters that process images. Default: all parameters of `model`.
         draws (`int`, *optional*, defaults to 1): Number of calls of `embed` for each image. A random `embed` may
             need more than one call.
+        macs (`Callable`, *optional*): Function from embeddings to the mean multiply-accumulates of an image, for a
+            model whose cost depends on the image. The last value of an embedding increases with this cost.
     """
 
     name: str
@@ -55,6 +61,7 @@ class Baseline:
     tokens: int | None = None
     parameters: int | None = None
     draws: int = 1
+    macs: Callable[[torch.Tensor], float] | None = None
 
     def __post_init__(self):
         if self.parameters is None:
@@ -80,15 +87,27 @@ class Vision(nn.Module):
 
 
 class WithTokens(nn.Module):
-    """A SparseFormer that always computes with `num_tokens` latent tokens."""
+    """A SparseFormer that always computes with `num_tokens` latent tokens and with the given `arguments`."""
 
-    def __init__(self, model: nn.Module, num_tokens: int):
+    def __init__(self, model: nn.Module, num_tokens: int, **arguments):
         super().__init__()
         self.model = model
-        self.num_tokens = num_tokens
+        self.arguments = {"num_tokens": num_tokens} | arguments
 
     def forward(self, pixel_values: torch.Tensor, **arguments):
-        return self.model(pixel_values, num_tokens=self.num_tokens, **arguments)
+        return self.model(pixel_values, **self.arguments, **arguments)
+
+
+class Adaptive(nn.Module):
+    """A SparseFormer that classifies images adaptively, see `classify_adaptively`."""
+
+    def __init__(self, model: nn.Module, confidence: float):
+        super().__init__()
+        self.model = model
+        self.confidence = confidence
+
+    def forward(self, pixel_values: torch.Tensor):
+        return self.model.classify_adaptively(pixel_values, self.confidence)
 
 
 def as_teacher(anatomy: Anatomy, **others) -> Baseline:
@@ -209,3 +228,37 @@ def load_students(folder: str, method: str | None = None, name: str | None = Non
         return [as_teacher(anatomy, name=name, method=method or name, **fields)]
     embed = image_embedder(model, size)
     return [Baseline(name, method or name, Vision(model, embed, classifier).eval(), embed=embed, **fields)]
+
+
+def classify_adaptively(students: Sequence[Baseline]) -> list[Baseline]:
+    """Return a baseline for each confidence in `CONFIDENCES`, for a SparseFormer that `load_students` loaded with
+    several numbers of tokens. Return an empty list for other models. The embedding of an image consists of its logits
+    and of the number of tokens in the last look."""
+    student = students[0]
+    model = getattr(student.model, "model", None)
+    if len(students) == 1 or student.classifier is None or model.config.problem_type == "regression":
+        return []
+    few, most = model.config.trained_token_counts[0], model.config.default_num_tokens
+    by_content = {"placement": "content"} if getattr(model.config, "placement", None) == "grid_then_content" else {}
+    looks = (WithTokens(model, few), WithTokens(model, most, **by_content))
+    first, second = (count_macs(look, student.image_size).macs_with_attention for look in looks)
+
+    baselines = []
+    for confidence in CONFIDENCES:
+        adaptive = Adaptive(model, confidence).eval()
+
+        def embed(pixel_values: torch.Tensor, adaptive: Adaptive = adaptive) -> torch.Tensor:
+            outputs = adaptive(pixel_values)
+            return torch.cat([outputs.logits, outputs.num_tokens.unsqueeze(1)], dim=1)
+
+        fields = {
+            "name": f"{student.name.rpartition(', ')[0]}, {few} or {most} tokens, confidence {confidence:g}",
+            "method": f"{student.method}, adaptively",
+            "model": adaptive,
+            "embed": embed,
+            "classifier": lambda embeddings: embeddings[:, :-1],
+            "tokens": None,
+            "macs": lambda embeddings: first + second * (embeddings[..., -1] > few).double().mean().item(),
+        }
+        baselines.append(dataclasses.replace(student, **fields))
+    return baselines

@@ -17,7 +17,7 @@ from datasets.fingerprint import Hasher
 from matplotlib.figure import Figure
 from torchvision.transforms import v2
 
-from .baselines import Baseline, load_students, load_teachers
+from .baselines import Baseline, classify_adaptively, load_students, load_teachers
 from .command_line import DeviceOptions, ReadingOptions, SplitOptions, argument, read_options
 from .evaluation.images import image_batches, images_to_evaluate, reading_options
 from .macs import count_macs
@@ -67,9 +67,10 @@ PROG = "frugalvit compare"
 class CompareOptions(SplitOptions, ReadingOptions, DeviceOptions):
     """Compare students with their teacher, and with the teacher on smaller images. The table has the accuracy of
     classifiers, the share of the teacher's nearest images that a model finds ("neighbors, %"), the cosine with the
-    teacher's embedding, multiply-accumulates and images per second. Results are written to compare.json and compare.md
-    during the comparison, and to compare.png at the end. The same command continues an interrupted comparison. Speeds
-    are measured at the end, for all models in turn."""
+    teacher's embedding, multiply-accumulates and images per second. A classifier for several numbers of tokens also
+    has rows in which each image gets few or all tokens, as with confidence in `frugalvit predict`. Results are written
+    to compare.json and compare.md during the comparison, and to compare.png at the end. The same command continues an
+    interrupted comparison. Speeds are measured at the end, for all models in turn."""
 
     teacher: str = argument(help="Folder or hub id of a vision transformer.", positional=True)
     students: list[str] = argument([], "Folders or hub ids of SparseFormers or other models.", positional=True)
@@ -98,7 +99,8 @@ def main(argv: list[str] | None = None) -> None:
     loading = {"device": device, "trust_remote_code": options.trust_remote_code}
     baselines = load_teachers(options.teacher, **loading)
     for folder in options.students:
-        baselines += load_students(folder, **loading)
+        students = load_students(folder, **loading)
+        baselines += students + classify_adaptively(students)
     settings = {
         "dataset": " ".join(options.dataset),
         "split": split,
@@ -192,6 +194,8 @@ def compare(
         for baseline in baselines
     ]
     rows = []
+    # Images for the speed measurement of models whose speed depends on the images, by row.
+    timed: dict[int, torch.Tensor] = {}
     teacher_embeddings = None
     teacher_correct = None
     for _, group in itertools.groupby(baselines, key=lambda baseline: id(baseline.image_processor)):
@@ -204,8 +208,12 @@ def compare(
                 "image_size": list(baseline.image_size),
                 "tokens": baseline.tokens,
                 "parameters": baseline.parameters,
-                "macs": count_macs(baseline.model, baseline.image_size).macs_with_attention,
             }
+            if baseline.macs is None:
+                row["macs"] = count_macs(baseline.model, baseline.image_size).macs_with_attention
+            else:
+                row["macs"] = baseline.macs(embedded)
+                timed[len(rows)] = typical_images(baseline, embedded, test.select(indices), **reading)
             if (numbers := class_indices[len(rows)]) is not None:
                 correct = is_correct(baseline, embedded, numbers[label_numbers(test)[indices]])
                 row |= describe_score("accuracy", correct, teacher_correct)
@@ -230,11 +238,24 @@ def compare(
         batches = {}
         for number, baseline in enumerate(baselines):
             models[number] = baseline.model.to(PRECISIONS[precision])
-            pixel_values = torch.randn(batch_size, 3, *baseline.image_size)
-            batches[number] = pixel_values.to(baseline.device, PRECISIONS[precision])
+            pixel_values = timed.get(number, torch.randn(batch_size, 3, *baseline.image_size))
+            batches[number] = pixel_values.to(baseline.device, PRECISIONS[precision]).split(batch_size)
         for number, speed in images_per_second(models, batches, rounds).items():
             rows[number]["images_per_second"][precision][str(batch_size)] = speed
     return rows
+
+
+def typical_images(
+    baseline: Baseline, embeddings: torch.Tensor, images: datasets.Dataset, batch_size: int = 64, **reading
+) -> torch.Tensor:
+    """Return the pixel values of as many images as the largest of `BATCH_SIZES`, or of fewer images if there are
+    fewer. The images are chosen so that their mean cost is close to that of all images."""
+    order = embeddings[0, :, -1].argsort(stable=True)
+    count = min(len(order), BATCH_SIZES[-1])
+    # Each chosen image is in the middle of an equal share of the images, which are sorted by cost.
+    places = (torch.arange(count) + 0.5) * len(order) / count
+    chosen = images.select(order[places.long()].tolist())
+    return next(image_batches(baseline.image_processor, chosen, count, **reading))[0]
 
 
 def embed_once(folder: Path | None, baselines: Sequence[Baseline], images: datasets.Dataset, **reading):

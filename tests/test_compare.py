@@ -7,16 +7,26 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from transformers import ViTForImageClassification
+from transformers import AutoImageProcessor, ViTForImageClassification
 from vision_transformers import KINDS
 
 from drawn import draw_classes
-from frugalvit import checkpoint_path, compare, count_macs, read_anatomy
-from frugalvit.baselines import LOWER_RESOLUTION, as_teacher, at_lower_resolution
+from frugalvit import PatchSparseFormerForImageClassification, checkpoint_path, compare, count_macs, read_anatomy
+from frugalvit.baselines import (
+    CONFIDENCES,
+    LOWER_RESOLUTION,
+    as_teacher,
+    at_lower_resolution,
+    classify_adaptively,
+    load_students,
+    load_teachers,
+)
 from frugalvit.cli import main
 from frugalvit.compare import describe_score, draw_comparison, embed_all
+from frugalvit.evaluation.images import image_batches
 from frugalvit.modeling.hosts.running import make_example
 from frugalvit.modeling.hosts.transformers import resize_positions_
+from frugalvit.training.data import load_images
 from frugalvit.training.text import format_markdown
 
 
@@ -124,6 +134,34 @@ def test_lower_resolution():
         assert torch.allclose(baseline.model(small), resized(small).logits, atol=1e-3)
         assert torch.allclose(baseline.model(small), model.classifier(baseline.embed(small)), atol=1e-5)
     assert count_macs(baseline.model, 16) == count_macs(resized, 16)
+
+
+def test_students_classify_adaptively(tmp_path):
+    """Each row has the accuracy and the mean cost of `classify_adaptively`. A model without a choice has no row."""
+    teacher = ViTForImageClassification.from_pretrained(VIT)
+    student = PatchSparseFormerForImageClassification.from_teacher(
+        teacher, 16, elastic_token_counts=[4, 16], image_processor=AutoImageProcessor.from_pretrained(VIT)
+    )
+    student.save_pretrained(tmp_path)
+    AutoImageProcessor.from_pretrained(VIT).save_pretrained(tmp_path)
+    students = load_students(str(tmp_path))
+    images = load_images("cifar10-subset", SPLIT)
+    baselines = load_teachers(VIT, resolutions=[]) + students + classify_adaptively(students)
+    rows = compare.compare(baselines, images, rounds=1)
+    few, most = (row["macs"] for row in rows[1:3])
+    pixels, _ = next(image_batches(students[0].image_processor, images))
+    for row, confidence in zip(rows[3:], CONFIDENCES, strict=True):
+        found = student.classify_adaptively(pixels, confidence)
+        assert row["model"].endswith(f", 4 or 16 tokens, confidence {confidence}")
+        assert row["accuracy"] == (found.logits.argmax(1) == torch.tensor(images["label"][:])).double().mean()
+        again = (found.num_tokens == 16).double().mean().item()
+        assert row["macs"] == pytest.approx(few + again * most) and again > 0
+        assert row["cosine"] is None and row["images_per_second"]["float32"].keys() == {"1", "32"}
+    assert len({row["macs"] for row in rows[3:]}) == 3
+    assert [line.get_label() for line in draw_comparison(rows).axes[0].containers][
+        -1
+    ] == f"{tmp_path.name}, adaptively"
+    assert not classify_adaptively(load_students(STUDENT))
 
 
 def test_errors_are_paired():
