@@ -2,15 +2,19 @@
 
     python benchmarks/bootstrap_speed.py --dataset IMAGES --results-dir results
     python benchmarks/bootstrap_speed.py --dataset IMAGES --test TEST --seeds 0 1 2 --steps 13 --batch-size 64
+    python benchmarks/bootstrap_speed.py --dataset IMAGES --test TEST --seeds 0 1 2 --steps 52 --batch-size 32 --views
 
 The shipped student's training is repeated for a few steps, with `COUNTS` as numbers of tokens. The plain loop has no
 trainer: it reads, crops and normalizes images with torchvision, embeds them with the teacher, and trains the student's
-base model by AdamW. Each row of the table measures the command or the plain loop in one precision. In each of
+base model by AdamW. Each row of the table measures the command or the plain loop in one precision. The last row
+measures later epochs of the command with `--views_per_image`, in which the teacher's embeddings are known. In each of
 --rounds rounds, every row runs once, in a new process. The table shows the median of each row's runs. The output is
 bootstrap_speed.json.
 
-With --test, speed is not measured. Instead, students are trained in float32 and in bfloat16 with each seed, and their
-accuracies on the test images are compared (bootstrap_precision.json).
+With --test, speed is not measured. Instead, students are trained with each seed, and their accuracies on the test
+images are compared: students that were trained in float32 and in bfloat16 (bootstrap_precision.json) or, with --views,
+students that saw new views in each of EPOCHS epochs and students that saw one or two views of each image
+(bootstrap_views.json).
 """
 
 import functools
@@ -40,6 +44,7 @@ from shared import Views, add_run_arguments, cropped, make_parser, run_training,
 COUNTS = [9, 16, 25, 36, 49, 64]
 # Numbers of tokens with which accuracies are compared.
 TESTED = [16, 36, 64]
+EPOCHS = 4
 
 
 def main():
@@ -50,6 +55,7 @@ def main():
     parser.add_argument("--steps", type=int, default=4, help="timed steps, after as many more (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
     parser.add_argument("--test", help="test images; compares accuracies instead of speeds")
+    parser.add_argument("--views", action="store_true", help="compares new views with repeated views")
     add_run_arguments(parser, "runs/bootstrap-precision")
     arguments = parser.parse_args()
     if arguments.test:
@@ -64,6 +70,10 @@ def compare_speeds(arguments):
         for function in (plain_loop, bootstrap_command):
             name = f"{function.__name__}, {'bfloat16' if bf16 else 'float32'}"
             rows[name] = functools.partial(function, arguments, bf16)
+    # An epoch is the first half of the steps, so the embeddings are known in the measured second half.
+    images = arguments.steps * arguments.batch_size
+    repeated = {"views_per_image": 1, "train_split": f"train[:{images}]"}
+    rows[f"{name}, known embeddings"] = functools.partial(bootstrap_command, arguments, bf16, **repeated)
     measured = {name: [] for name in rows}
     for _ in range(arguments.rounds):
         for name, function in rows.items():
@@ -81,16 +91,17 @@ def compare_speeds(arguments):
 def compare_accuracies(arguments):
     device = choose_device()
     images = load_images(arguments.test)
+    kind = "views" if arguments.views else "precision"
     rows = []
-    for precision in ("float32", "bfloat16"):
+    for name, options in trainings(arguments).items():
         accuracies = {}
         for seed in arguments.seeds:
-            folder = arguments.runs_dir / f"{precision}-seed{seed}"
+            folder = arguments.runs_dir / f"{name}-seed{seed}"
             argv = [
                 *("--teacher", arguments.teacher, "--dataset", arguments.dataset, "--eval_split", "none"),
                 *("--num_tokens", *map(str, COUNTS), "--seed", str(seed), "--max_steps", str(arguments.steps)),
                 *("--per_device_train_batch_size", str(arguments.batch_size)),
-                *("--bf16", str(precision == "bfloat16"), "--use_cpu", str(device.type == "cpu")),
+                *("--use_cpu", str(device.type == "cpu"), *options),
             ]
             run_training(training, folder, argv)
             for count in TESTED:
@@ -99,10 +110,21 @@ def compare_accuracies(arguments):
                 right = logits.argmax(1) == torch.from_numpy(label_numbers(images))
                 accuracies.setdefault(count, []).append(right.float().mean().item())
         for count, values in accuracies.items():
-            about = {"precision": precision, "tokens": count, "accuracy": statistics.mean(values)}
+            about = {kind: name, "tokens": count, "accuracy": statistics.mean(values)}
             rows.append(about | {"spread": spread(values), "accuracies": values})
     settings = {name: getattr(arguments, name) for name in ("batch_size", "steps", "seeds")}
-    write_table(arguments.results_dir / "bootstrap_precision.json", settings, rows)
+    settings |= {"epochs": EPOCHS} if arguments.views else {}
+    write_table(arguments.results_dir / f"bootstrap_{kind}.json", settings, rows)
+
+
+def trainings(arguments) -> dict[str, list[str]]:
+    """Return the options of the trainings whose accuracies are compared, by name."""
+    if not arguments.views:
+        return {"float32": ["--bf16", "False"], "bfloat16": ["--bf16", "True"]}
+    images = arguments.steps * arguments.batch_size // EPOCHS
+    options = ["--train_split", f"train[:{images}]", "--bf16", str(bfloat16_is_fast())]
+    repeated = {f"{views} repeated": [*options, "--views_per_image", str(views)] for views in (2, 1)}
+    return {"new views": options} | repeated
 
 
 def in_process(function) -> tuple[float, float]:
@@ -116,7 +138,7 @@ def with_peak(function) -> tuple[float, float]:
     return speed, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def bootstrap_command(arguments, bf16: bool) -> float:
+def bootstrap_command(arguments, bf16: bool, **options) -> float:
     """Run `frugalvit bootstrap`. Return the images per second during the second half of the steps."""
     with tempfile.TemporaryDirectory() as output:
         bootstrap(
@@ -132,6 +154,7 @@ def bootstrap_command(arguments, bf16: bool) -> float:
             logging_steps=arguments.steps,
             load_best_model_at_end=False,
             save_strategy="no",
+            **options,
         )
         log = json.loads(Path(output, "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
     [speed] = [record["images_per_second"] for record in log if "images_per_second" in record]
