@@ -164,7 +164,8 @@ def test_set_placement_changes_the_cells_of_a_trained_model():
     assert torch.equal(model(pixels).logits, expected)
 
 
-def test_each_call_can_choose_a_placement():
+def test_each_call_can_choose_a_placement(monkeypatch):
+    monkeypatch.setattr("frugalvit.modeling.placement.MARGIN", 1.0)
     grid, content, both = (model_of(placement) for placement in ("grid", "content", "grid_then_content"))
     grid.load_state_dict(content.state_dict(), strict=False)
     both.load_state_dict(content.state_dict())
@@ -186,6 +187,23 @@ def test_each_call_can_choose_a_placement():
     for model, placement in ((grid, "content"), (both, "elsewhere")):
         with pytest.raises(ValueError, match=f"`placement` is '{placement}', expected 'grid'"):
             model(pixels, placement=placement)
+
+
+def test_a_margin_is_the_price_of_an_exchange(monkeypatch):
+    """With a larger margin, fewer blocks of four cells are merged. Models for content alone have no margin."""
+    content, both = (model_of(name).sparseformer for name in ("content", "grid_then_content"))
+    both.load_state_dict(content.state_dict())
+    # Detail is spread unevenly, so the scores of blocks differ.
+    pixels = image(64) * torch.linspace(0, 1, 32) ** 2
+    merged = []
+    for margin in (1.0, 1.5, 1e6):
+        monkeypatch.setattr("frugalvit.modeling.placement.MARGIN", margin)
+        rois = [model(pixels, placement="content", output_rois=True).rois[-1] for model in (content, both)]
+        areas = [((each[..., 2:] - each[..., :2]).prod(-1) * each.shape[1]).round(decimals=3) for each in rois]
+        assert margin > 1 or torch.equal(*rois)
+        merged.append([(each > 1).sum().item() for each in areas])
+    (of_content, first), (_, second), (_, last) = merged
+    assert all(counts[0] == of_content for counts in merged) and first > second > last == 0
 
 
 def test_only_the_second_look_is_placed_by_content():
