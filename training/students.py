@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from transformers import MODEL_FOR_BACKBONE_MAPPING, AutoConfig, PreTrainedModel
+from transformers.utils import logging
 
 from ..configuration.configuration_base import is_sparseformer
 from ..modeling.hosts import Anatomy
@@ -26,6 +27,8 @@ from .choices import FOCUSINGS, PLACEMENTS
 from .files import split_revision
 from .loading import load_model, load_pretrained
 
+
+logger = logging.get_logger(__name__)
 
 # Classes of students. The outer keys are values of the argument `focusing`, and the inner keys are kinds of output.
 STUDENTS = {
@@ -97,6 +100,11 @@ def build_student(
         kind = "tokens" if teacher.projection is None else "projection"
     student_class = STUDENTS[options.focusing][kind]
     counts = sorted({*(options.num_tokens or ())})
+    if counts and counts[-1] > teacher.num_patches:
+        logger.warning(
+            f"num_tokens has {counts[-1]}, and the teacher has {teacher.num_patches} patches. A student is meant to "
+            "have fewer tokens than its teacher."
+        )
     fields = teacher_format.config_fields() | defaults
     if len(counts) > 1:
         fields["elastic_token_counts"] = counts

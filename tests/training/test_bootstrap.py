@@ -23,6 +23,7 @@ from frugalvit import (
 )
 from frugalvit.modeling.hosts import read_anatomy
 from frugalvit.modeling.image_format import ImageFormat
+from frugalvit.training import students
 from frugalvit.training.bootstrap import PRESETS, make_parser, make_trainer
 from frugalvit.training.data import load_images
 from frugalvit.training.students import token_counts_to_train
@@ -345,6 +346,16 @@ def test_one_student_for_several_counts_of_tokens(teacher, tmp_path):
     assert "alignment_4" in run(tmp_path / "trees", **on | {"num_tokens": [4, 16], "placement": "content"}).metrics
     student = AutoModelForImageClassification.from_pretrained(tmp_path / "trees")
     assert (student.config.placement, student.config.elastic_token_counts) == ("content", [4, 16])
+
+
+@pytest.mark.parametrize(("count", "warns"), [(64, False), (81, True)])
+def test_more_tokens_than_the_teacher_has_patches(count, warns, monkeypatch):
+    warnings = []
+    monkeypatch.setattr(students.logger, "warning", warnings.append)
+    anatomy = read_anatomy(make_vit(num_labels=3, patch_size=4))
+    image_format = ImageFormat.from_processor(ViTImageProcessor(size={"height": 32, "width": 32}))
+    students.build_student(students.StudentArguments(teacher="unused", num_tokens=[4, count]), anatomy, image_format)
+    assert [text[:36] for text in warnings] == ["num_tokens has 81, and the teacher h"] * warns
 
 
 def test_counts_are_chosen_by_a_sandwich_rule():
