@@ -325,8 +325,13 @@ class BootstrapTrainer(ImageTrainer):
         """Return the mean loss over the token counts of this step, see `token_counts_to_train`."""
         align = self.align
         recorder = record_hidden_states(self.anatomy) if align.reads_states else nullcontext()
+        pixel_values = inputs.get("teacher_pixel_values", inputs["pixel_values"])
         with torch.no_grad(), self.accelerator.autocast(), recorder as states:
-            targets = {"embedding": self.teacher_embedding(inputs)}
+            if self.args.views_per_image:
+                embedding = self.kept_embedding(pixel_values, inputs["epoch"], inputs["index"])
+            else:
+                embedding = self.anatomy.embed(pixel_values).float()
+            targets = {"embedding": embedding}
             if align.predicts_attention:
                 targets["attention"] = teacher_attention(self.anatomy, states)
             if align.align_tokens:
@@ -341,19 +346,15 @@ class BootstrapTrainer(ImageTrainer):
         loss = torch.stack(losses).mean()
         return (loss, outputs) if return_outputs else loss
 
-    def teacher_embedding(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return the teacher's embeddings of a batch, `(batch, embedding_size)` float32. With `args.views_per_image`,
-        embeddings are kept in an unnamed file in the output folder, so that the teacher embeds each view once."""
-        pixel_values = inputs.get("teacher_pixel_values", inputs["pixel_values"])
-        if not self.args.views_per_image:
-            return self.anatomy.embed(pixel_values).float()
-        places = inputs["epoch"].cpu(), inputs["index"].cpu()
+    def kept_embedding(self, pixel_values: torch.Tensor, epochs: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        """Return the teacher's embeddings of repeated views, `(batch, embedding_size)` float32. The teacher embeds
+        each view once. Its embeddings are kept in an unnamed file in the output folder."""
         if self.kept_embeddings is None:
-            size = self.anatomy.embed(pixel_values[:1]).shape[-1]
-            shape = (self.args.views_per_image, len(self.train_dataset), size)
+            shape = (self.args.views_per_image, len(self.train_dataset), self.anatomy.embedding_size)
             Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.args.output_dir) as file:
                 self.kept_embeddings = torch.from_numpy(np.memmap(file, np.float32, shape=shape))
+        places = epochs.cpu(), indices.cpu()
         embedding = self.kept_embeddings[places].to(pixel_values.device)
         # The file is filled with zeros at first.
         missing = ~embedding.any(1)
