@@ -105,7 +105,7 @@ def inherit_patches(
         embeddings.cls_token.copy_(prefix[: anatomy.num_class_tokens])
     if embeddings.register_tokens is not None:
         embeddings.register_tokens.copy_(prefix[anatomy.num_class_tokens :])
-    if fields.keys().isdisjoint(inherited):
+    if all(inherited.get(name, value) == value for name, value in fields.items()):
         check_student(student, anatomy, truncated)
     return student
 
@@ -144,7 +144,7 @@ def inherit_blocks(
         if latents.register_tokens is not None:
             prefix = blank_image_prefix(anatomy, truncated)
             latents.register_tokens.copy_(prefix[anatomy.num_class_tokens :])
-        if fields.keys().isdisjoint(inherited):
+        if all(inherited.get(name, value) == value for name, value in fields.items()):
             check_student(student, anatomy, truncated)
     if break_ties:
         latents.break_ties()
