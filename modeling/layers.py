@@ -543,10 +543,13 @@ class AdaptiveClassifierMixin:
 
     @torch.no_grad()
     def classify_adaptively(
-        self, pixel_values: torch.Tensor, confidence: float = 0.9, token_counts: Sequence[int] | None = None
+        self,
+        pixel_values: torch.Tensor,
+        confidence: float = 0.9,
+        token_counts: Sequence[int] | None = None,
+        placements: Sequence[str] | None = None,
     ) -> AdaptiveClassifierOutput:
-        """Classify images with few tokens. Classify uncertain images again with more tokens. If `config.placement` is
-        `"grid_then_content"`, the tokens of all looks but the first are placed by content.
+        """Classify images with few tokens. Classify uncertain images again with more tokens.
 
         Args:
             pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`): Normalized images.
@@ -556,6 +559,10 @@ class AdaptiveClassifierMixin:
                 Numbers of tokens to try, in order. By default, there are two numbers. The first is the smallest of
                 `config.elastic_token_counts`. The second is `config.num_tokens` or, if `config.num_tokens` is None,
                 the number of all tokens. A third number between these two costs more than it saves (docs/results.md).
+            placements (sequence of `str`, *optional*):
+                Placement of the tokens for each number of tokens, `"grid"` or `"content"`, for a PatchSparseFormer. By
+                default, placements are those of the model. If `config.placement` is `"grid_then_content"`, the first
+                placement is `"grid"`, and all others are `"content"`.
         """
         config = self.config
         if token_counts is None:
@@ -565,6 +572,10 @@ class AdaptiveClassifierMixin:
             raise ValueError(f"`confidence` is {confidence}, expected a probability from 0 to 1.")
         if not token_counts:
             raise ValueError("`token_counts` is empty, expected the numbers of tokens to try.")
+        if placements is None and getattr(config, "placement", None) == "grid_then_content":
+            placements = ["grid"] + ["content"] * (len(token_counts) - 1)
+        if placements is not None and len(placements) != len(token_counts):
+            raise ValueError(f"`placements` has {len(placements)} values, expected one for each of {token_counts}.")
         if config.problem_type == "regression":
             raise ValueError("`confidence` is a probability, and a regression has none; choose `num_tokens` instead.")
         inputs = {"pixel_values": pixel_values}
@@ -574,10 +585,11 @@ class AdaptiveClassifierMixin:
             inputs["features"] = self.base_model.stem(pixel_values)
         unfinished = torch.arange(len(pixel_values), device=pixel_values.device)
         logits = num_tokens = None
-        options = {}
-        for count in token_counts:
+        for look, count in enumerate(token_counts):
             chosen = {name: tensor[unfinished] for name, tensor in inputs.items()}
-            new_logits = self(**chosen, num_tokens=count, **options).logits
+            if placements is not None:
+                chosen["placement"] = placements[look]
+            new_logits = self(**chosen, num_tokens=count).logits
             if logits is None:
                 logits = new_logits
                 num_tokens = torch.full_like(unfinished, count)
@@ -587,8 +599,6 @@ class AdaptiveClassifierMixin:
             unfinished = unfinished[class_scores(config, new_logits).amax(dim=-1) < confidence]
             if not len(unfinished):
                 break
-            if getattr(config, "placement", None) == "grid_then_content":
-                options["placement"] = "content"
         return AdaptiveClassifierOutput(logits=logits, num_tokens=num_tokens, confidence=confidence)
 
 

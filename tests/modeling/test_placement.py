@@ -217,6 +217,11 @@ def test_only_the_second_look_is_placed_by_content():
     assert second.sum() == 1
     assert torch.equal(found.logits[~second], first[~second])
     torch.testing.assert_close(found.logits[second], model(pixels[second], placement="content").logits)
+    # A call can choose the placement of each look.
+    found = model.classify_adaptively(pixels, confidence, [4, 16], ["grid", "grid"])
+    torch.testing.assert_close(found.logits[second], model(pixels[second]).logits)
+    with pytest.raises(ValueError, match=r"`placements` has 1 values, expected one for each of \[4, 16\]"):
+        model.classify_adaptively(pixels, confidence, [4, 16], ["grid"])
 
 
 @pytest.mark.parametrize("pooling", ["mean", "latent_mean", "cls_and_latent_mean", "attention", "latent_attention"])
