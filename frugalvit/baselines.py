@@ -93,10 +93,11 @@ class WithTokens(nn.Module):
     def __init__(self, model: nn.Module, num_tokens: int, **arguments):
         super().__init__()
         self.model = model
-        self.arguments = {"num_tokens": num_tokens} | arguments
+        self.num_tokens = num_tokens
+        self.arguments = arguments
 
     def forward(self, pixel_values: torch.Tensor, **arguments):
-        return self.model(pixel_values, **self.arguments, **arguments)
+        return self.model(pixel_values, num_tokens=self.num_tokens, **self.arguments, **arguments)
 
 
 class Adaptive(nn.Module):
