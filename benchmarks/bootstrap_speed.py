@@ -44,6 +44,7 @@ from shared import Views, add_run_arguments, cropped, make_parser, run_training,
 COUNTS = [9, 16, 25, 36, 49, 64]
 # Numbers of tokens with which accuracies are compared.
 TESTED = [16, 36, 64]
+# Epochs of the trainings with `--views`.
 EPOCHS = 4
 
 
@@ -58,6 +59,8 @@ def main():
     parser.add_argument("--views", action="store_true", help="compares new views with repeated views")
     add_run_arguments(parser, "runs/bootstrap-precision")
     arguments = parser.parse_args()
+    if arguments.views and not arguments.test:
+        parser.error("--views needs --test")
     if arguments.test:
         compare_accuracies(arguments)
     else:
@@ -72,8 +75,8 @@ def compare_speeds(arguments):
             rows[name] = functools.partial(function, arguments, bf16)
     # An epoch is the first half of the steps, so the embeddings are known in the measured second half.
     images = arguments.steps * arguments.batch_size
-    repeated = {"views_per_image": 1, "train_split": f"train[:{images}]"}
-    rows[f"{name}, known embeddings"] = functools.partial(bootstrap_command, arguments, bf16, **repeated)
+    options = {"views_per_image": 1, "train_split": f"train[:{images}]"}
+    rows["known embeddings"] = functools.partial(bootstrap_command, arguments, bfloat16_is_fast(), **options)
     measured = {name: [] for name in rows}
     for _ in range(arguments.rounds):
         for name, function in rows.items():

@@ -18,9 +18,9 @@ get a second look, and how the tokens of the second look are placed:
 Linear models and thresholds come from training photographs and training photographs on a plain canvas. For each number
 of tokens in LOOKS, the threshold is the one with which two looks cost what this number of tokens costs on training
 photographs. The output, two_looks_NAME.json, has the gain of each method over one look on a grid, and the gain of one
-look with all tokens by content, at the same mean cost. The student is the same. COSTS are compared: multiply-
-accumulates and, measured in turns when the table is made, seconds. Embeddings are saved, so that the table can be made
-again when no other program runs.
+look with all tokens by content, at the same mean cost. The student is the same. Gains are computed at equal
+multiply-accumulates and at equal time. Time is measured when the table is made. Embeddings are saved, so the table can
+be made again while no other program runs.
 """
 
 import argparse

@@ -26,8 +26,8 @@ class PatchSparseFormerConfig(SparseFormerBaseConfig):
         placement (`str`, *optional*, defaults to `"grid"`):
             `"grid"` for tokens on the cells of a grid, or `"content"` for cells that depend on the image. With
             `"content"`, blocks of four cells with little detail are merged, and cells with much detail are split in
-            four. The number of cells does not change. With `"grid_then_content"`, cells form a grid, except in the
-            second look of `classify_adaptively`.
+            four. The number of cells does not change. With `"grid_then_content"`, cells form a grid, except in later
+            looks of `classify_adaptively`, which merge fewer blocks than `"content"`.
         teacher_config (`dict`, *optional*): The teacher's configuration in Transformers, for `to_plain_vit`.
     """
 

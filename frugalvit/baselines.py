@@ -47,8 +47,8 @@ class Baseline:
         parameters (`int`, *optional*): Number of parameters that process images. Default: all parameters of `model`.
         draws (`int`, *optional*, defaults to 1): Number of calls of `embed` for each image. A random `embed` may
             need more than one call.
-        macs (`Callable`, *optional*): Function from embeddings to the mean multiply-accumulates of an image, for a
-            model whose cost depends on the image. The last value of an embedding increases with this cost.
+        macs (`Callable`, *optional*): Function from embeddings, `(images, embedding_size)`, to the
+            multiply-accumulates of each image, `(images,)`, for a model whose cost depends on the image.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Baseline:
     tokens: int | None = None
     parameters: int | None = None
     draws: int = 1
-    macs: Callable[[torch.Tensor], float] | None = None
+    macs: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     def __post_init__(self):
         if self.parameters is None:
@@ -100,8 +100,8 @@ class WithTokens(nn.Module):
         return self.model(pixel_values, num_tokens=self.num_tokens, **self.arguments, **arguments)
 
 
-class Adaptive(nn.Module):
-    """A SparseFormer that classifies images adaptively, see `classify_adaptively`."""
+class AdaptiveClassifier(nn.Module):
+    """A SparseFormer that always calls `classify_adaptively`."""
 
     def __init__(self, model: nn.Module, confidence: float):
         super().__init__()
@@ -232,24 +232,30 @@ def load_students(folder: str, method: str | None = None, name: str | None = Non
     return [Baseline(name, method or name, Vision(model, embed, classifier).eval(), embed=embed, **fields)]
 
 
-def classify_adaptively(students: Sequence[Baseline]) -> list[Baseline]:
-    """Return a baseline for each confidence in `CONFIDENCES`, for a SparseFormer that `load_students` loaded with
+def adaptive_baselines(students: Sequence[Baseline]) -> list[Baseline]:
+    """Return a baseline for each confidence in `CONFIDENCES`, for a classifier that `load_students` loaded with
     several numbers of tokens. Return an empty list for other models. The embedding of an image consists of its logits
     and of the number of tokens in the last look."""
     student = students[0]
     model = getattr(student.model, "model", None)
     if len(students) == 1 or student.classifier is None or model.config.problem_type == "regression":
         return []
-    few, most = model.config.trained_token_counts[0], model.config.default_num_tokens
+    most = model.config.default_num_tokens
+    few = min(model.config.trained_token_counts[0], most)
+    if few == most:
+        return []
     by_content = {"placement": "content"} if getattr(model.config, "placement", None) == "grid_then_content" else {}
     looks = (WithTokens(model, few), WithTokens(model, most, **by_content))
     first, second = (count_macs(look, student.image_size).macs_with_attention for look in looks)
+    if hasattr(model.base_model, "stem"):
+        # Both looks share the features of the stem.
+        second -= count_macs(model.base_model.stem, student.image_size).macs_with_attention
 
     baselines = []
     for confidence in CONFIDENCES:
-        adaptive = Adaptive(model, confidence).eval()
+        adaptive = AdaptiveClassifier(model, confidence).eval()
 
-        def embed(pixel_values: torch.Tensor, adaptive: Adaptive = adaptive) -> torch.Tensor:
+        def embed(pixel_values: torch.Tensor, adaptive: AdaptiveClassifier = adaptive) -> torch.Tensor:
             outputs = adaptive(pixel_values)
             return torch.cat([outputs.logits, outputs.num_tokens.unsqueeze(1)], dim=1)
 
@@ -260,7 +266,7 @@ def classify_adaptively(students: Sequence[Baseline]) -> list[Baseline]:
             "embed": embed,
             "classifier": lambda embeddings: embeddings[:, :-1],
             "tokens": None,
-            "macs": lambda embeddings: first + second * (embeddings[..., -1] > few).double().mean().item(),
+            "macs": lambda embeddings: first + second * (embeddings[:, -1] > few).double(),
         }
         baselines.append(dataclasses.replace(student, **fields))
     return baselines

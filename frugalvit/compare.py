@@ -17,7 +17,7 @@ from datasets.fingerprint import Hasher
 from matplotlib.figure import Figure
 from torchvision.transforms import v2
 
-from .baselines import Baseline, classify_adaptively, load_students, load_teachers
+from .baselines import Baseline, adaptive_baselines, load_students, load_teachers
 from .command_line import DeviceOptions, ReadingOptions, SplitOptions, argument, read_options
 from .evaluation.images import image_batches, images_to_evaluate, reading_options
 from .macs import count_macs
@@ -100,7 +100,9 @@ def main(argv: list[str] | None = None) -> None:
     baselines = load_teachers(options.teacher, **loading)
     for folder in options.students:
         students = load_students(folder, **loading)
-        baselines += students + classify_adaptively(students)
+        baselines += students
+        if "label" in test.features:
+            baselines += adaptive_baselines(students)
     settings = {
         "dataset": " ".join(options.dataset),
         "split": split,
@@ -212,8 +214,10 @@ def compare(
             if baseline.macs is None:
                 row["macs"] = count_macs(baseline.model, baseline.image_size).macs_with_attention
             else:
-                row["macs"] = baseline.macs(embedded)
-                timed[len(rows)] = typical_images(baseline, embedded, test.select(indices), **reading)
+                costs = baseline.macs(embedded[0])
+                row["macs"] = costs.mean().item()
+                if rounds:
+                    timed[len(rows)] = typical_images(baseline, costs, test.select(indices), **reading)
             if (numbers := class_indices[len(rows)]) is not None:
                 correct = is_correct(baseline, embedded, numbers[label_numbers(test)[indices]])
                 row |= describe_score("accuracy", correct, teacher_correct)
@@ -222,7 +226,7 @@ def compare(
             if teacher_embeddings is None:
                 teacher_embeddings = embedded.mean(0)
             row |= {"cosine": None, "neighbors": None, "neighbors_error": None}
-            if embedded.shape[-1] == teacher_embeddings.shape[-1]:
+            if baseline.macs is None and embedded.shape[-1] == teacher_embeddings.shape[-1]:
                 row["cosine"] = F.cosine_similarity(embedded, teacher_embeddings, dim=-1).mean().item()
                 if len(indices) > NEIGHBORS:
                     found = neighbors_found(embedded.mean(0), teacher_embeddings)
@@ -246,11 +250,11 @@ def compare(
 
 
 def typical_images(
-    baseline: Baseline, embeddings: torch.Tensor, images: datasets.Dataset, batch_size: int = 64, **reading
+    baseline: Baseline, costs: torch.Tensor, images: datasets.Dataset, batch_size: int = 64, **reading
 ) -> torch.Tensor:
-    """Return the pixel values of as many images as the largest of `BATCH_SIZES`, or of fewer images if there are
-    fewer. The images are chosen so that their mean cost is close to that of all images."""
-    order = embeddings[0, :, -1].argsort(stable=True)
+    """Return the pixel values of up to `BATCH_SIZES[-1]` images whose mean cost is close to the mean cost of all
+    images. `costs`, `(images,)`, has the cost of each image."""
+    order = costs.argsort(stable=True)
     count = min(len(order), BATCH_SIZES[-1])
     # Each chosen image is in the middle of an equal share of the images, which are sorted by cost.
     places = (torch.arange(count) + 0.5) * len(order) / count
@@ -263,7 +267,9 @@ def embed_once(folder: Path | None, baselines: Sequence[Baseline], images: datas
     in later calls. The file's name is a hash of the weights, images, options and package versions."""
     if folder is None:
         return embed_all(baselines, images, **reading)
-    origins = [(repr(baseline.model), baseline.image_size, baseline.tokens) for baseline in baselines]
+    origins = [(each.name, repr(each.model), each.image_size, each.tokens) for each in baselines]
+    # The number of tokens and the placement are in the configuration of a student alone.
+    origins.append(repr(getattr(getattr(baselines[0].model, "model", None), "config", None)))
     origins += [baselines[0].model.state_dict(), repr(baselines[0].image_processor), images, reading, versions()]
     file = folder / f"{Hasher.hash(origins)}.pt"
     if not file.exists():

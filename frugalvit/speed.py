@@ -22,8 +22,9 @@ def images_per_second(
 
     Args:
         models (`Mapping[Hashable, Callable]`): Models by name.
-        pixel_values (`torch.Tensor` of shape `(batch, channels, height, width)` or a mapping from names to tensors):
-            One batch for all models, or one or more batches for each model. A round runs all batches of a model.
+        pixel_values (`torch.Tensor` of shape `(batch, channels, height, width)` or a mapping):
+            One batch for all models, or a mapping from names to one or more batches. A round runs all batches of a
+            model.
         rounds (`int`, *optional*, defaults to 20): Number of measured rounds, after `WARMUP` unmeasured rounds.
 
     Returns:

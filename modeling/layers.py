@@ -561,8 +561,8 @@ class AdaptiveClassifierMixin:
                 the number of all tokens. A third number between these two costs more than it saves (docs/results.md).
             placements (sequence of `str`, *optional*):
                 Placement of the tokens for each number of tokens, `"grid"` or `"content"`, for a PatchSparseFormer. By
-                default, placements are those of the model. If `config.placement` is `"grid_then_content"`, the first
-                placement is `"grid"`, and all others are `"content"`.
+                default, each look has the model's default placement. If `config.placement` is `"grid_then_content"`,
+                the first placement is `"grid"`, and all others are `"content"`.
         """
         config = self.config
         if token_counts is None:
@@ -576,6 +576,8 @@ class AdaptiveClassifierMixin:
             placements = ["grid"] + ["content"] * (len(token_counts) - 1)
         if placements is not None and len(placements) != len(token_counts):
             raise ValueError(f"`placements` has {len(placements)} values, expected one for each of {token_counts}.")
+        if placements is not None and not config.has_patch_embedding:
+            raise ValueError(f"`placements` is {placements}, expected None for a model with a focusing stage.")
         if config.problem_type == "regression":
             raise ValueError("`confidence` is a probability, and a regression has none; choose `num_tokens` instead.")
         inputs = {"pixel_values": pixel_values}

@@ -18,8 +18,6 @@ from .layers import in_float32
 # The score of cell number n is multiplied by 1 - TIE * n. The factor breaks ties, so that all devices choose the same
 # cells. It also keeps the score of each part of a cell below the score of the cell.
 TIE = 2.0**-20
-# Scores below this value are raised to it.
-MIN_SCORE = 1e-20
 # Example of a grid with even numbers of rows and columns. Every cell of such a grid belongs to a block of four cells.
 EVEN = (2, 2)
 # Factor of the scores of blocks if only later looks at an image place tokens by content. With a larger factor, more
@@ -170,7 +168,7 @@ def choose_cells(split_scores: list[torch.Tensor], grid: tuple[int, int]) -> tor
     first = 0
     for scores, size, shape in zip(split_scores, sizes, [grid, *grids], strict=False):
         # Scores are clamped to positive values, because the factor `1 - TIE * numbers` does not decrease zeros.
-        scores = in_float32(scores).clamp(min=MIN_SCORE)
+        scores = in_float32(scores).clamp(min=1e-20)
         if coarser is not None:
             scores = torch.minimum(scores, split_in_four(coarser, shape, float("inf")))
         numbers = torch.arange(first + 1, first + size + 1, device=scores.device).view(scores.shape[1:])
@@ -253,5 +251,5 @@ class ContentPlacement(nn.Module):
                 shares.append(split_in_four(shares[-1]) / 4)
             split_scores = [loss.sqrt() * share for loss, share in zip(losses, shares, strict=False)]
             if self.config.placement == "grid_then_content":
-                split_scores[0] = MARGIN * split_scores[0].clamp(min=MIN_SCORE)
+                split_scores[0] = MARGIN * split_scores[0]
             return choose_cells(split_scores, grid), logits

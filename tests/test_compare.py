@@ -1,13 +1,15 @@
 """Tests of `frugalvit compare`."""
 
+import dataclasses
 import json
 import os
+import types
 
 import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from transformers import AutoImageProcessor, ViTForImageClassification
+from transformers import AutoImageProcessor, ViTForImageClassification, ViTImageProcessor
 from vision_transformers import KINDS
 
 from drawn import draw_classes
@@ -15,9 +17,10 @@ from frugalvit import PatchSparseFormerForImageClassification, checkpoint_path, 
 from frugalvit.baselines import (
     CONFIDENCES,
     LOWER_RESOLUTION,
+    WithTokens,
+    adaptive_baselines,
     as_teacher,
     at_lower_resolution,
-    classify_adaptively,
     load_students,
     load_teachers,
 )
@@ -138,19 +141,21 @@ def test_lower_resolution():
     assert count_macs(baseline.model, 16) == count_macs(resized, 16)
 
 
-def test_students_classify_adaptively(tmp_path):
-    """Each row has the accuracy and the mean cost of `classify_adaptively`. A model without a choice has no row."""
-    teacher = ViTForImageClassification.from_pretrained(VIT)
-    student = PatchSparseFormerForImageClassification.from_teacher(
-        teacher, 16, elastic_token_counts=[4, 16], image_processor=AutoImageProcessor.from_pretrained(VIT)
-    )
+@pytest.mark.parametrize("placement", ["grid", "grid_then_content"])
+def test_students_classify_adaptively(placement, tmp_path):
+    """Each row has the accuracy and the mean cost of `classify_adaptively`."""
+    teacher, processor = ViTForImageClassification.from_pretrained(VIT), AutoImageProcessor.from_pretrained(VIT)
+    options = {"elastic_token_counts": [4, 16], "placement": placement, "image_processor": processor}
+    student = PatchSparseFormerForImageClassification.from_teacher(teacher, 16, **options)
     student.save_pretrained(tmp_path)
-    AutoImageProcessor.from_pretrained(VIT).save_pretrained(tmp_path)
+    processor.save_pretrained(tmp_path)
     students = load_students(str(tmp_path))
     images = load_images("cifar10-subset", SPLIT)
-    baselines = load_teachers(VIT, resolutions=[]) + students + classify_adaptively(students)
+    baselines = load_teachers(VIT, resolutions=[]) + students + adaptive_baselines(students)
     rows = compare.compare(baselines, images, rounds=1)
     few, most = (row["macs"] for row in rows[1:3])
+    if placement != "grid":
+        most = count_macs(WithTokens(student, 16, placement="content"), 32).macs_with_attention
     pixels, _ = next(image_batches(students[0].image_processor, images))
     for row, confidence in zip(rows[3:], CONFIDENCES, strict=True):
         found = student.classify_adaptively(pixels, confidence)
@@ -160,10 +165,35 @@ def test_students_classify_adaptively(tmp_path):
         assert row["macs"] == pytest.approx(few + again * most) and again > 0
         assert row["cosine"] is None and row["images_per_second"]["float32"].keys() == {"1", "32"}
     assert len({row["macs"] for row in rows[3:]}) == 3
-    assert [line.get_label() for line in draw_comparison(rows).axes[0].containers][
-        -1
-    ] == f"{tmp_path.name}, adaptively"
-    assert not classify_adaptively(load_students(STUDENT))
+    assert draw_comparison(rows).axes[0].containers[-1].get_label() == f"{tmp_path.name}, adaptively"
+
+
+def test_the_choice_of_an_adaptive_student():
+    """`num_tokens` of the configuration is the number of tokens in the second look. There is no choice if it is the
+    smallest number, or if the student has a single number of tokens. Both looks share the stem of a focusing stage."""
+    student = load_students(STUDENT)
+    assert not adaptive_baselines(student)
+    model = student[0].model.model
+    model.config.elastic_token_counts = [4, 15]
+    students = [dataclasses.replace(student[0], name=f"student, {count} tokens") for count in (4, 15)]
+    embeddings = torch.tensor([[0.0, 4], [0.0, 15]])
+    first, both = adaptive_baselines(students)[0].macs(embeddings).tolist()
+    few, most = (count_macs(WithTokens(model, count), 32).macs_with_attention for count in (4, 15))
+    stem = count_macs(model.base_model.stem, 32).macs_with_attention
+    assert (first, both) == (few, few + most - stem) and stem > 0
+    model.config.num_tokens = 4
+    assert not adaptive_baselines(students)
+
+
+def test_timed_images_cost_as_much_as_all_images(write_parquet, monkeypatch):
+    monkeypatch.setattr(compare, "BATCH_SIZES", (1, 5))
+    images = load_images([write_parquet(count=25)], "train")
+    costs = (7 * torch.arange(25) % 25).double() ** 2
+    processor = ViTImageProcessor(do_resize=False, do_rescale=False, do_normalize=False)
+    pixel_values = compare.typical_images(types.SimpleNamespace(image_processor=processor), costs, images)
+    # The color of an image is ten times its index.
+    chosen = (pixel_values.float().mean((1, 2, 3)) / 10).round().long()
+    assert len(chosen) == 5 and costs[chosen].mean().item() == pytest.approx(costs.mean().item(), rel=0.05)
 
 
 def test_errors_are_paired():

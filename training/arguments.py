@@ -184,7 +184,7 @@ class ArgumentParser(HfArgumentParser):
             options = {"look_for_args_file": False, "return_remaining_strings": True}
             *parsed, rest = self.parse_args_into_dataclasses(words, **options)
             if rest and not rest[0].startswith("-"):
-                raise ValueError(f"there is no place for {rest[0]!r}; the option before it takes fewer values")
+                raise ValueError(f"unexpected value {rest[0]!r}: no option takes it")
             if rest:
                 close = difflib.get_close_matches(rest[0].partition("=")[0], self._option_string_actions, 1)
                 raise ValueError(f"there is no argument {rest[0]}{f'; did you mean {close[0]}?' if close else ''}")

@@ -9,6 +9,8 @@ With `--student`, an existing student is trained further, for example with more 
 """
 
 import copy
+import math
+import os
 import statistics
 import tempfile
 from contextlib import nullcontext
@@ -303,8 +305,8 @@ class BootstrapTrainer(ImageTrainer):
         self.train_dataset.views_per_image = args.views_per_image
         if args.views_per_image and (isinstance(train, datasets.IterableDataset) or self.align.reads_states):
             raise ValueError(
-                "views_per_image keeps the teacher's final embeddings of images with numbers; expected no streaming, "
-                "placement 'grid', and 0 for token_loss_weight and dense_loss_weight."
+                f"views_per_image is {args.views_per_image}, expected None with streaming, placement by content, "
+                "token_loss_weight or dense_loss_weight: only the teacher's final embeddings are kept."
             )
         if self.is_fsdp_enabled and (args.token_loss_weight or args.dense_loss_weight):
             raise ValueError("FSDP records no hidden states; set token_loss_weight and dense_loss_weight to 0.")
@@ -347,12 +349,15 @@ class BootstrapTrainer(ImageTrainer):
         return (loss, outputs) if return_outputs else loss
 
     def kept_embedding(self, pixel_values: torch.Tensor, epochs: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-        """Return the teacher's embeddings of repeated views, `(batch, embedding_size)` float32. The teacher embeds
-        each view once. Its embeddings are kept in an unnamed file in the output folder."""
+        """Return the teacher's embeddings of repeated views, `(batch, embedding_size)` float32. Each process embeds a
+        view when it first gets the view, and keeps the embedding in an unnamed file in the output folder."""
         if self.kept_embeddings is None:
             shape = (self.args.views_per_image, len(self.train_dataset), self.anatomy.embedding_size)
             Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.args.output_dir) as file:
+                if hasattr(os, "posix_fallocate"):
+                    # A full disk raises an OSError here. Later, it would end the process without a message.
+                    os.posix_fallocate(file.fileno(), 0, 4 * math.prod(shape))
                 self.kept_embeddings = torch.from_numpy(np.memmap(file, np.float32, shape=shape))
         places = epochs.cpu(), indices.cpu()
         embedding = self.kept_embeddings[places].to(pixel_values.device)

@@ -102,8 +102,8 @@ def build_student(
     counts = sorted({*(options.num_tokens or ())})
     if counts and counts[-1] > teacher.num_patches:
         logger.warning(
-            f"num_tokens has {counts[-1]}, and the teacher has {teacher.num_patches} patches. A student is meant to "
-            "have fewer tokens than its teacher."
+            f"num_tokens has {counts[-1]}, more than the teacher's {teacher.num_patches} patches. So many tokens cost "
+            "more than the teacher."
         )
     fields = teacher_format.config_fields() | defaults
     if len(counts) > 1:

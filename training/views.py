@@ -216,8 +216,8 @@ class Views(Dataset, TrainerCallback):
         classes (sequence of `int`, *optional*): The model's index of each class. Default: labels stay unchanged.
 
     Attributes:
-        views_per_image (`int`, *optional*): Number of different views of an image. Later epochs repeat these views,
-            and `epoch` is the epoch in which a view was new. By default, the views of all epochs differ.
+        views_per_image (`int`, *optional*): Number of different views of each image. Epoch `e` repeats the views of
+            epoch `e % views_per_image`, and a sample's `epoch` is this remainder. By default, all epochs differ.
     """
 
     views_per_image: int | None = None

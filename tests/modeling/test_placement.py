@@ -189,8 +189,8 @@ def test_each_call_can_choose_a_placement(monkeypatch):
             model(pixels, placement=placement)
 
 
-def test_a_margin_is_the_price_of_an_exchange(monkeypatch):
-    """With a larger margin, fewer blocks of four cells are merged. Models for content alone have no margin."""
+def test_a_larger_margin_merges_fewer_blocks(monkeypatch):
+    """Models for content alone have no margin."""
     content, both = (model_of(name).sparseformer for name in ("content", "grid_then_content"))
     both.load_state_dict(content.state_dict())
     # Detail is spread unevenly, so the scores of blocks differ.

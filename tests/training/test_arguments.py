@@ -41,7 +41,8 @@ def test_command_line_yaml_and_python_give_the_same(tmp_path):
     "case",
     [
         "bootstrap --teacher o/t --learning_rates 1 | no argument --learning_rates; did you mean --learning_rate?",
-        "bootstrap --teacher o/t --learning_rate 1 2 | no place for '2'; the option before it takes fewer values",
+        "bootstrap --teacher o/t --learning_rate 1 2 | unexpected value '2': no option takes it",
+        "bootstrap --teacher o/t --views_per_image 0 | views_per_image is 0, expected 1 or more",
         "bootstrap --teacher o/t --crop_scale 1 | crop_scale is [1.0], expected two positive numbers, the lower first",
         "bootstrap --config siglip-base | --config is siglip-base, expected a YAML file or a recipe; did you mean sig",
         "- a | --config file.yaml holds a list, expected names and values",

@@ -98,20 +98,21 @@ def test_the_middle_is_tuned_and_the_end_stays(first, teacher):
 def make(teacher, images, tmp_path):
     """Return a function that makes a trainer for two epochs of two steps, by default with a new student."""
 
-    def make(student=None, **options):
+    def make(student=None, train_dataset=images, **options):
         model = AutoModelForImageClassification.from_pretrained(teacher)
         torch.manual_seed(0)
         student = student or SparseFormerForImageClassification.from_teacher(model, 4, truncate=1, **STUDENT)
         options = {"num_train_epochs": 2, "per_device_train_batch_size": 16, "use_cpu": True} | options
         args = BootstrapArguments(output_dir=str(tmp_path / "out"), **options)
-        return BootstrapTrainer(model, student, args, images, images, AutoImageProcessor.from_pretrained(teacher))
+        processor = AutoImageProcessor.from_pretrained(teacher)
+        return BootstrapTrainer(model, student, args, train_dataset, images, processor)
 
     return make
 
 
 def test_the_teacher_embeds_repeated_views_once(make):
     options = {"eval_strategy": "no", "load_best_model_at_end": False, "bf16": False}
-    trainer = make(views_per_image=1, token_loss_weight=0, **options)
+    trainer = make(views_per_image=2, num_train_epochs=4, token_loss_weight=0, **options)
     embed, kept_embedding = trainer.anatomy.embed, trainer.kept_embedding
     embedded = []
 
@@ -127,13 +128,17 @@ def test_the_teacher_embeds_repeated_views_once(make):
     trainer.anatomy = dataclasses.replace(trainer.anatomy, embed=counted)
     trainer.kept_embedding = checked
     trainer.train()
-    assert sum(embedded) == len(trainer.train_dataset)
+    assert sum(embedded) == 2 * len(trainer.train_dataset)
 
 
-@pytest.mark.parametrize("options", [{"token_loss_weight": 1.0}, {"views_per_image": 0}])
-def test_embeddings_are_not_kept_for_losses_of_tokens(make, options):
-    with pytest.raises(ValueError, match="views_per_image"):
-        make(**{"views_per_image": 1, "token_loss_weight": 0} | options)
+@pytest.mark.parametrize("kind", ["tokens", "placement", "stream"])
+def test_views_per_image_needs_final_embeddings_alone(make, images, kind):
+    student = None
+    if kind == "placement":
+        student = PatchSparseFormerForImageClassification.from_teacher(make_vit(num_labels=10), 4, placement="content")
+    options = {"train_dataset": images.to_iterable_dataset(), "max_steps": 1} if kind == "stream" else {}
+    with pytest.raises(ValueError, match="only the teacher's final embeddings are kept"):
+        make(student, views_per_image=1, token_loss_weight=float(kind == "tokens"), **options)
 
 
 def test_the_schedule_is_a_warm_up_and_half_a_cosine(make):
@@ -354,7 +359,7 @@ def test_more_tokens_than_the_teacher_has_patches(count, warns, monkeypatch):
     anatomy = read_anatomy(make_vit(num_labels=3, patch_size=4))
     image_format = ImageFormat.from_processor(ViTImageProcessor(size={"height": 32, "width": 32}))
     students.build_student(students.StudentArguments(teacher="unused", num_tokens=[4, count]), anatomy, image_format)
-    assert [text[:36] for text in warnings] == ["num_tokens has 81, and the teacher h"] * warns
+    assert [text[:36] for text in warnings] == ["num_tokens has 81, more than the tea"] * warns
 
 
 def test_counts_are_chosen_by_a_sandwich_rule():
