@@ -34,7 +34,7 @@ def test_gains_are_those_at_the_same_mean_cost():
         return {f"{view}: {kind}": cost for view in views for kind, cost in (("macs", macs), ("seconds", seconds))}
 
     one_look = {
-        (count, "", name): dict.fromkeys(views, accuracy) | costs(count, count)
+        (count, 1, name): dict.fromkeys(views, accuracy) | costs(count, count)
         for name, accuracies in {"grid": (0.5, 0.7), "content": (0.6, 0.9)}.items()
         for count, accuracy in zip((16, 36), accuracies, strict=True)
     }
