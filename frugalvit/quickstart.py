@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> None:
 
     print(
         f"From a ViT-S/14 with 256 tokens to a SparseFormer with {TOKENS[0]} to {TOKENS[-1]}, a number that each call "
-        "chooses. It takes about six minutes on two slow CPU cores.\n\n"
+        "chooses. It takes two to six minutes on two CPU cores.\n\n"
         f"1/3  The student learns from {num_train} photographs without labels to embed them as its teacher does.\n"
     )
     bootstrap(
