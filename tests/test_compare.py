@@ -170,7 +170,8 @@ def test_students_classify_adaptively(placement, tmp_path):
 
 def test_the_choice_of_an_adaptive_student():
     """`num_tokens` of the configuration is the number of tokens in the second look. There is no choice if it is at
-    most the smallest number, or if the student has a single number of tokens. Both looks share the stem of a focusing stage."""
+    most the smallest number, or if the student has a single number of tokens. Both looks share the stem of a focusing
+    stage."""
     student = load_students(STUDENT)
     assert not adaptive_baselines(student)
     model = student[0].model.model
