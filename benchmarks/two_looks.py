@@ -106,7 +106,7 @@ def measure_costs(folder: Path) -> dict[str, dict[tuple[str, int], float]]:
     size = ImageFormat.from_processor(processor).size
     model = model.base_model
     looks = {
-        (placement, count): functools.partial(model, num_tokens=count, placement=placement, output_tokens=False)
+        (placement, count): WithTokens(model, count, placement=placement, output_tokens=False)
         for placement in ("grid", "content")
         for count in TOKENS
     }
@@ -216,9 +216,9 @@ def passes(part: str) -> list[tuple[str, int]]:
 @torch.no_grad()
 def look(model, placement: str, count: int, pixel_values: torch.Tensor) -> torch.Tensor:
     """Return the pooled embeddings of one look."""
-    options = {"num_tokens": count, "placement": "grid" if placement == "grid" else "content", "output_tokens": False}
+    placed = "grid" if placement == "grid" else "content"
     with choosing_cells(MARGIN if placement == "margin" else 1.0):
-        return model.base_model(pixel_values, **options).pooler_output
+        return WithTokens(model.base_model, count, placement=placed, output_tokens=False)(pixel_values).pooler_output
 
 
 if __name__ == "__main__":
