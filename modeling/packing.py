@@ -13,6 +13,9 @@ from torch import nn
 
 # Smallest speedup that justifies a second copy of the weights.
 MIN_SPEEDUP = 1.1
+# Number of elements of a weight that are compared to detect a change. More elements detect smaller changes, but cost
+# more time. With this prime number and an odd step, they lie in many rows and columns of common weights.
+SAMPLE_SIZE = 127
 
 
 class PackedLinear(nn.Linear):
@@ -20,8 +23,8 @@ class PackedLinear(nn.Linear):
     packed copy if gradients are disabled.
 
     The layer shares weight and bias with `linear`. If the weight is changed or moved, the layer computes without the
-    packed copy. If only a few elements of the weight are changed through `.data` or NumPy, the layer may not detect
-    the change. After such a change, pack the layer again.
+    packed copy. If only a small part of the weight is changed through `.data` or NumPy, the layer may not detect the
+    change. After such a change, pack the layer again.
     """
 
     def __init__(self, linear: nn.Linear):
@@ -29,17 +32,16 @@ class PackedLinear(nn.Linear):
         self.weight = linear.weight
         self.bias = linear.bias
         self.training = linear.training
-        self.packed = pack(self.weight.detach())
-        self.packed_state = self.weight_state()
-
-    def weight_state(self) -> tuple[int, int, list[float]] | None:
-        """Return a value that changes if the weight changes. Return None if the weight has no version counter, because
-        it was made under `torch.inference_mode()`. Changes through `.data` or NumPy do not increase the version, so
-        the value includes elements of every row."""
-        if self.weight.is_inference():
-            return None
-        sample = self.weight.detach().flatten()[:: max(min(self.weight.shape) - 1, 1)]
-        return self.weight.data_ptr(), self.weight._version, sample.tolist()
+        self.packed = None
+        weight = self.weight.detach()
+        # Weights made under `torch.inference_mode()` have no version counter, so a change could not be detected.
+        if weight.is_contiguous() and not weight.is_inference():
+            self.packed = pack(weight)
+            self.address = weight.data_ptr()
+            self.version = weight._version
+            # Changes through `.data` or NumPy do not increase the version, but change this view of the weight.
+            self.elements = weight.view(-1)[:: (weight.numel() - 1) // SAMPLE_SIZE | 1]
+            self.packed_elements = self.elements.clone()
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or not self.can_use_packed(input):
@@ -48,18 +50,26 @@ class PackedLinear(nn.Linear):
 
     def can_use_packed(self, input: torch.Tensor) -> bool:
         """Return whether the packed weight is up to date and has the device and dtype of `input`."""
-        if torch.is_autocast_enabled("cpu") or input.device.type != "cpu" or input.dtype != self.weight.dtype:
-            return False
-        return input.numel() > 0 and self.packed_state is not None and self.packed_state == self.weight_state()
+        weight = self.weight
+        return (
+            self.packed is not None
+            and not torch.is_autocast_enabled("cpu")
+            and input.device.type == "cpu"
+            and input.dtype == weight.dtype
+            and input.numel() > 0
+            and weight.data_ptr() == self.address
+            and weight._version == self.version
+            and torch.equal(self.elements, self.packed_elements)
+        )
 
     def __getstate__(self) -> dict:
         # Packed weights cannot be copied or pickled. A copy of the layer computes without a packed weight.
-        return self.__dict__ | {"packed": None, "packed_state": None}
+        return self.__dict__ | {"packed": None, "elements": None, "packed_elements": None}
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
-    """Pack a weight, `(out_features, in_features)`, for oneDNN's matrix products."""
-    return torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
+    """Pack a contiguous weight, `(out_features, in_features)`, for oneDNN's matrix products."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight, None)
 
 
 def multiply(input: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -69,7 +69,11 @@ def change_a_row(packed: nn.Linear):
     packed.weight.detach().numpy()[7] = 1
 
 
-@pytest.mark.parametrize("change", [scale, add, change_a_row, nn.Linear.double, copy.deepcopy])
+def change_a_column(packed: nn.Linear):
+    packed.weight.detach().numpy()[:, 7] = 1
+
+
+@pytest.mark.parametrize("change", [scale, add, change_a_row, change_a_column, nn.Linear.double, copy.deepcopy])
 @torch.no_grad()
 def test_a_changed_layer_computes_with_its_new_weight(change, linear, inputs, called):
     packed = PackedLinear(linear)
