@@ -261,7 +261,7 @@ class MatrixProducts(nn.Module):
             for module in model.modules()
             if isinstance(module, nn.Linear)
         ]
-        with torch.inference_mode():
+        with torch.no_grad():
             model(pixel_values)
             self.calls = [(layer, torch.randn_like(given)) for layer, given in self.calls]
         for hook in hooks:
