@@ -104,7 +104,11 @@ def measure_parts(arguments):
     rows = []
     for bf16 in (False, True) if bfloat16_is_fast() else (False,):
         runs = [in_process(functools.partial(step_parts, arguments, bf16))[0] for _ in range(arguments.rounds)]
-        total = statistics.median(sum(run["loop"].values()) for run in runs)
+        # The last row is the whole step.
+        for run in runs:
+            for seconds in run.values():
+                seconds["step"] = sum(seconds.values())
+        total = statistics.median(run["loop"]["step"] for run in runs)
         for part in runs[0]["loop"]:
             seconds = statistics.median(run["loop"][part] for run in runs)
             products = statistics.median(run["products"].get(part, 0.0) for run in runs)
