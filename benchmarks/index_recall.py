@@ -54,7 +54,7 @@ import torch.nn.functional as F
 
 from frugalvit import checkpoint_path
 from frugalvit.baselines import Baseline, load_students, load_teachers
-from frugalvit.compare import embed_all
+from frugalvit.compare import embed_once
 from frugalvit.evaluation.retrieval import embed_all_images
 from frugalvit.evaluation.two_towers import embed_all_texts, load_two_towers
 from frugalvit.modeling.packing import pack_linear_layers
@@ -127,8 +127,8 @@ def search(
     is only measured in the last role. Return the model, its description and its scores."""
     index = sample(load_images([index_file], "train"), arguments.index_images, seed=0)
     queries = sample(load_images([query_file], "train"), arguments.query_images, seed=0) if query_file else index
-    embed_index = functools.partial(embed, arguments, index_file, index)
-    embed_queries = functools.partial(embed, arguments, query_file or index_file, queries)
+    embed_index = functools.partial(embed, arguments, index)
+    embed_queries = functools.partial(embed, arguments, queries)
     leave_out = query_file is None
     teacher, *others = baselines
     truth = nearest(embed_queries(teacher), embed_index(teacher), leave_out)
@@ -149,15 +149,11 @@ def search(
     return rows
 
 
-def embed(arguments: argparse.Namespace, file: str, images: datasets.Dataset, baseline: Baseline) -> torch.Tensor:
+def embed(arguments: argparse.Namespace, images: datasets.Dataset, baseline: Baseline) -> torch.Tensor:
     """Embed images by a model. Embeddings are saved and reused by later calls."""
-    kept = arguments.runs_dir / "embeddings" / f"{Path(file).stem}-{len(images)}-{baseline.name}.pt"
-    if not kept.is_file():
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        pack_linear_layers(baseline.model)
-        [found], _ = embed_all([baseline], images)
-        torch.save(found.mean(0), kept)
-    return torch.load(kept)
+    pack_linear_layers(baseline.model)
+    [found], _ = embed_once(arguments.runs_dir / "embeddings", [baseline], images)
+    return found.mean(0)
 
 
 class WeightedLoss(AlignmentLoss):

@@ -72,11 +72,15 @@ def call(tmp_path, write_parquet, monkeypatch):
     return run
 
 
-def test_rows_have_every_model_in_every_role(call, monkeypatch):
+def test_rows_have_every_model_in_every_role(call, write_parquet, monkeypatch):
     rows = call("models", "index_recall", "--sizes", "16")
     # The second call has no `embed_all`, so it must read the embeddings that the first call saved.
-    monkeypatch.delattr(index_recall, "embed_all")
+    monkeypatch.setattr("frugalvit.compare.embed_all", None)
     assert call("models", "index_recall", "--sizes", "16") == rows
+    # Other images in a file of the same name are embedded anew.
+    write_parquet("index.parquet", 16, size=24)
+    with pytest.raises(TypeError, match="'NoneType' object is not callable"):
+        call("models", "index_recall", "--sizes", "16")
 
     roles = [(row["data"], row["model"], row["role"]) for row in rows]
     models = ["16 pixels", "student, 4 tokens", "student, 16 tokens"]
