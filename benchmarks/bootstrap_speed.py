@@ -35,7 +35,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler
 
 from frugalvit import Classifier, PatchSparseFormerForImageClassification, bootstrap, checkpoint_path
 from frugalvit.baselines import WithTokens, load_teacher
@@ -229,9 +229,10 @@ def step_parts(arguments, bf16: bool, products: bool = True) -> dict[str, dict[s
         teacher.source.to(torch.bfloat16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5)
     images = Views(load_images(arguments.dataset), cropped(ImageFormat.from_processor(processor), (0.5, 1.0)))
-    loader = DataLoader(images, arguments.batch_size, shuffle=True, drop_last=True)
+    # If the steps need more images than there are, the sampler repeats the images.
+    sampler = RandomSampler(images, num_samples=2 * arguments.steps * arguments.batch_size)
     clock = Clock()
-    for step, batch in zip(range(2 * arguments.steps), loader, strict=False):
+    for step, batch in enumerate(DataLoader(images, arguments.batch_size, sampler=sampler)):
         pixel_values = batch["pixel_values"].to(device)
         clock.stop("images")
         losses = []
