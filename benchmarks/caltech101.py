@@ -162,7 +162,10 @@ def train_student(arguments, variant: str, tokens: int, steps: int, seed: int) -
     argv += ["--max_steps", str(steps), "--num_tokens", str(tokens), *VARIANTS[variant]]
     shared.run_training(bootstrap, folder, argv)
     about = {"variant": variant, "views": steps * BATCH_SIZE, "seed": seed}
-    return shared.measured_once(folder, lambda folder: [about | row for row in measure_student(arguments, folder)])
+    options = shared.describe_options(arguments, "test")
+    return shared.measured_once(
+        folder, lambda folder: [about | row for row in measure_student(arguments, folder)], options
+    )
 
 
 def shared_arguments(arguments, teacher: Path | str, images: Path | str, seed: int) -> list[str]:

@@ -152,7 +152,12 @@ def train_student(arguments, placement: str, seed: int) -> list[dict]:
     folder = bootstrap_student(arguments, placement, seed)
     about = {"seed": seed, "steps": arguments.steps, "batch_size": arguments.batch_size}
     about["inherited_rate"] = arguments.learning_rate * arguments.inherited_learning_rate
-    return shared.measured_once(folder, lambda folder: [row | about for row in measure(arguments, folder, placement)])
+    names = ("test", "test_images", "backgrounds", "tokens", "mixed_precision")
+    return shared.measured_once(
+        folder,
+        lambda folder: [row | about for row in measure(arguments, folder, placement)],
+        shared.describe_options(arguments, *names),
+    )
 
 
 def bootstrap_student(arguments, placement: str, seed: int) -> Path:

@@ -44,7 +44,6 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from unittest import mock
 
 import caltech101

@@ -128,9 +128,26 @@ def wanted_rows(arguments, known: Iterable[str]) -> list[str]:
     return arguments.rows or known
 
 
-def measured_once(folder: Path, measure: Callable[[Path], dict | list[dict]]) -> dict | list[dict]:
-    """Return `measure(folder)`. The result is saved in the folder, and later calls read it from there."""
+def check_origin(path: Path, origin: str):
+    """Write a note next to a file or folder that says how the path is made. Exit if the path exists and its note is
+    another one."""
+    note = path.with_name(f"{path.name}.txt")
+    before = note.read_text("utf-8") if note.is_file() else "unknown"
+    if path.exists() and before != origin:
+        raise SystemExit(f"{path} is the result of another command; remove it and {note.name}: {before}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    note.write_text(origin, "utf-8")
+
+
+def describe_options(arguments, *names: str) -> str:
+    return json.dumps({name: getattr(arguments, name) for name in names})
+
+
+def measured_once(folder: Path, measure: Callable[[Path], dict | list[dict]], options: str = "") -> dict | list[dict]:
+    """Return `measure(folder)`. The result is saved in the folder, and later calls with equal options read it from
+    there."""
     file = folder / "measured.json"
+    check_origin(file, options)
     if not file.is_file():
         write_json(file, measure(folder))
     return json.loads(file.read_text("utf-8"))
@@ -187,13 +204,9 @@ def run_training(training, folder: Path, argv: list[str]) -> dict:
     The model of the last epoch is kept, because a choice of the best epoch would use the test images."""
     argv = ["--output_dir", str(folder), *argv, "--load_best_model_at_end", "False", "--logging_strategy", "epoch"]
     command = shlex.join([*training.PROG.split(), *argv])
-    note = folder.with_name(f"{folder.name}.txt")
-    if folder.is_dir() and note.is_file() and (before := note.read_text("utf-8")) != command:
-        raise SystemExit(f"{folder} is the run of another command; remove it and {note.name}: {before}")
+    check_origin(folder, command)
     # The model card is the last file that a training writes. A run without a card is not finished.
     if not (folder / "README.md").is_file():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        note.write_text(command, "utf-8")
         try:
             training.main(argv)
         except ValueError as error:

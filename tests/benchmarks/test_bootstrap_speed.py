@@ -3,7 +3,6 @@
 import argparse
 
 import bootstrap_speed
-
 from tiny import save_vit
 
 

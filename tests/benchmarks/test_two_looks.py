@@ -1,10 +1,12 @@
 """Tests of benchmarks/two_looks.py."""
 
+import argparse
 import math
 
 import pytest
 import torch
 import two_looks
+from transformers import ViTImageProcessor
 
 from frugalvit.modeling import placement
 
@@ -46,3 +48,16 @@ def test_gains_are_those_at_the_same_mean_cost():
         assert found[f"{view}: gain at equal time of content"] == pytest.approx(0.175)
     assert found["50% small: gain"] == pytest.approx(0.15)
     assert found["50% small: gain at equal time"] == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("name", ["test", "backgrounds", "object_images", "fit_images"])
+def test_embeddings_of_other_images_are_not_reused(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(two_looks, "load_model", lambda *_: (None, ViTImageProcessor()))
+    monkeypatch.setattr("caltech101.outputs_for", lambda *_: (torch.zeros(1), torch.zeros(1)))
+    options = {"train": "a", "test": "b", "backgrounds": "c", "mixed_precision": "no"}
+    arguments = argparse.Namespace(**options, object_images=4, fit_images=4)
+    found = two_looks.embeddings(arguments, tmp_path, "fit")
+    assert two_looks.embeddings(arguments, tmp_path, "fit") == found
+    setattr(arguments, name, 8)
+    with pytest.raises(SystemExit, match="another command"):
+        two_looks.embeddings(arguments, tmp_path, "fit")
