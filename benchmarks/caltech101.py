@@ -464,11 +464,7 @@ def compare_shipped(arguments):
     students = [row for row in rows if row["method"] == SEEDS]
     rows = [row for row in rows if row["method"] != SEEDS]
     for row in [*rows]:
-        accuracies = [
-            each["accuracy"]
-            for each in tuned
-            if (each["method"], each["rate"], each["pixels"]) == ("with labels", 2e-5, row["image_size"][0])
-        ]
+        accuracies = fine_tuned_accuracies(tuned, row["image_size"][0])
         if row["method"] == LOWER_RESOLUTION and accuracies:
             others = dict.fromkeys(name for name in row if name.startswith(("accuracy", "cosine", "neighbors")))
             about = {"model": f"{row['model']}, fine-tuned", "method": FINE_TUNED}
@@ -477,6 +473,13 @@ def compare_shipped(arguments):
             row |= over_seeds([each["accuracy"] for each in (row, *students) if each["model"] == row["model"]])
     data = f"{arguments.title}, all test images, 224 px"
     shared.write_comparison(arguments, "shipped_caltech101", len(images), rows, data=data)
+
+
+def fine_tuned_accuracies(rows: list[dict], size: int) -> list[float]:
+    """Return the accuracies of teachers that small_images.py has fine-tuned for an epoch on images of one size. Each
+    row has another seed."""
+    wanted = {"method": "with labels", "rate": 2e-5, "epochs": 1, "pixels": size}
+    return [row["accuracy"] for row in rows if wanted.items() <= row.items()]
 
 
 def over_seeds(accuracies: list[float]) -> dict:

@@ -2,6 +2,7 @@
 
 import json
 
+import caltech101
 import small_images
 
 from tiny import save_vit
@@ -32,3 +33,10 @@ def test_each_row_is_trained_once(tmp_path, write_parquet, monkeypatch):
     ]
     rows = json.loads((tmp_path / "small_images_caltech101.json").read_text("utf-8"))["rows"]
     assert [(row["pixels"], row["tokens"]) for row in rows] == [(16, 16), (8, 4)] * 4
+
+
+def test_only_equal_trainings_are_averaged_over_seeds():
+    first = {"method": "with labels", "rate": 2e-5, "epochs": 1, "pixels": 84, "seed": 0, "accuracy": 0.5}
+    others = [{"method": "as it is"}, {"rate": 1e-4}, {"epochs": 6}, {"pixels": 56}]
+    rows = [first, first | {"seed": 1, "accuracy": 0.6}, *(first | other | {"accuracy": 0.9} for other in others)]
+    assert caltech101.fine_tuned_accuracies(rows, 84) == [0.5, 0.6]
