@@ -319,6 +319,11 @@ class SparseFormerBaseConfig(BackboneConfigMixin, VisionConfig):
             raise ValueError(
                 f"`pooling` is {self.pooling!r} and `num_class_tokens` is 0; add a class token or choose 'mean'."
             )
+        if not {*(self.pooled_class_tokens or ())} <= {*range(self.num_class_tokens)}:
+            raise ValueError(
+                f"`pooled_class_tokens` is {self.pooled_class_tokens}, expected indices of the "
+                f"{self.num_class_tokens} class tokens, from 0 on."
+            )
         scales = self.feature_scales
         if scales is not None and (len(scales) != len(self.out_features) or any(scale <= 0 for scale in scales)):
             raise ValueError(

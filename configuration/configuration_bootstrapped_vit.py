@@ -139,6 +139,11 @@ class BootstrappedViTConfig(AttentionStartConfig):
         """Size of images in pixels: one number, or height and width."""
         return self.vit_config.image_size
 
+    @image_size.setter
+    def image_size(self, image_size: int | list[int] | tuple[int, int]):
+        self.vit_config.image_size = image_size
+        self.agent_config.image_size = image_size
+
     @property
     def num_channels(self) -> int:
         return self.vit_config.num_channels

@@ -60,5 +60,11 @@ class ViTContextBroadcastConfig(PlainViTConfig):
     resize_size: int | None = 256
     resample: int = 3
 
+    def validate_position(self):
+        """Check that there is at least one position, and that all positions differ."""
+        positions = self.context_broadcast_position
+        if not positions or (not isinstance(positions, str) and len({*positions}) < len(positions)):
+            raise ValueError(f"`context_broadcast_position` is {positions}, expected one or several different names.")
+
 
 __all__ = ["ViTContextBroadcastConfig"]

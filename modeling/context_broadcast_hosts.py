@@ -8,6 +8,8 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, apply_renamings
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils.hub import get_checkpoint_shard_files
 
 from ..configuration.configuration_vit_context_broadcast import ContextBroadcastPosition
 from .context_broadcast import ContextBroadcast, broadcast_block, has_context_broadcast
@@ -130,8 +132,12 @@ def load_context_broadcast(model: nn.Module, folder: str | Path, loading_info: d
     if names:
         # For some models, `save_pretrained` saves weights under the names of older Transformers versions.
         renamings = [each for each in get_model_conversion_mapping(model) if isinstance(each, WeightRenaming)]
-        weights = load_file(Path(folder) / "model.safetensors")
-        weights = {apply_renamings(name, renamings): weight for name, weight in weights.items()}
+        files = [Path(folder) / SAFE_WEIGHTS_NAME]
+        if not files[0].is_file():
+            files, _ = get_checkpoint_shard_files(folder, Path(folder) / SAFE_WEIGHTS_INDEX_NAME)
+        weights = {}
+        for file in files:
+            weights |= {apply_renamings(name, renamings): weight for name, weight in load_file(file).items()}
         missing = [name for name in names if name not in weights]
         if missing:
             raise ValueError(f"{str(folder)!r} has no weight {missing[0]!r}, which Context Broadcasting needs.")
@@ -143,6 +149,8 @@ def load_context_broadcast(model: nn.Module, folder: str | Path, loading_info: d
 def remove_context_broadcast(model: nn.Module):
     """Remove Context Broadcasting from a model and from its configuration, in place."""
     for module in list(model.modules()):
+        # `insert_context_broadcast` set this attribute. The default is a class attribute.
+        vars(module).pop("skips_unread_tokens", None)
         for name, child in list(module.named_children()):
             if isinstance(child, ContextBroadcast):
                 child.hook.remove()

@@ -361,10 +361,10 @@ def trunc_normal_init_(
     returns and errors are those of `impulse_init_`.
     """
 
-    def draw(linear: nn.Linear):
-        nn.init.trunc_normal_(linear.weight, std=std, generator=generator)
-        if linear.bias is not None:
-            linear.bias.zero_()
+    def draw(weight: torch.Tensor, bias: torch.Tensor | None):
+        nn.init.trunc_normal_(weight, std=std, generator=generator)
+        if bias is not None:
+            bias.zero_()
 
     return _init_linears(model, draw, generator, value_init)
 
@@ -375,10 +375,11 @@ def kaiming_uniform_init_(
     """Initialize weights and biases of the blocks' linear layers in place, uniformly in +-1 / sqrt(inputs), PyTorch's
     default. Arguments are those of `trunc_normal_init_`."""
 
-    def draw(linear: nn.Linear):
-        bound = linear.in_features**-0.5
-        for parameter in linear.parameters():
-            parameter.uniform_(-bound, bound, generator=generator)
+    def draw(weight: torch.Tensor, bias: torch.Tensor | None):
+        bound = weight.shape[1] ** -0.5
+        weight.uniform_(-bound, bound, generator=generator)
+        if bias is not None:
+            bias.uniform_(-bound, bound, generator=generator)
 
     return _init_linears(model, draw, generator, value_init)
 
@@ -390,7 +391,10 @@ def _init_linears(model: nn.Module, draw, generator: torch.Generator | None, val
     for layer in vit.layers:
         for module in layer.block.modules():
             if isinstance(module, nn.Linear):
-                draw(module)
+                draw(module.weight, module.bias)
+            elif isinstance(module, nn.MultiheadAttention):
+                # open_clip's queries, keys and values have one weight, which belongs to no `nn.Linear`.
+                draw(module.in_proj_weight, module.in_proj_bias)
         _set_values(layer, value_init, generator)
     return _report(vit)
 

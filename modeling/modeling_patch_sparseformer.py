@@ -344,14 +344,16 @@ class PatchSparseFormerModel(PatchSparseFormerPreTrainedModel):
                 `"grid"` or `"content"`. By default, cells are those of `config.placement`. `"content"` needs a model
                 with another `config.placement` than `"grid"`.
             output_rois (`bool`, *optional*, defaults to `False`): Return `rois`.
-            output_attention_forecast (`bool`, *optional*, defaults to `False`): Return `attention_forecast`.
+            output_attention_forecast (`bool`, *optional*, defaults to `False`):
+                Return `attention_forecast`. `num_tokens` must not be a tensor.
             output_tokens (`bool`, *optional*, defaults to `True`):
                 Return all tokens in `last_hidden_state`. With `False` and `pooling="cls"`, the last block computes
                 only class tokens. If `hidden_states` or `attentions` are returned, all tokens are computed.
 
         Raises:
             ValueError: if `num_tokens` is below 1 or above `config.num_latent_tokens`, if no grid has that number of
-                cells, or if the model cannot place tokens by `placement`.
+                cells, if the model cannot place tokens by `placement`, or if `num_tokens` is a tensor and
+                `output_attention_forecast` is True.
         """
         if placement is None:
             placement = "content" if self.config.placement == "content" else "grid"
@@ -362,6 +364,11 @@ class PatchSparseFormerModel(PatchSparseFormerPreTrainedModel):
             )
         num_queries = None if output_tokens else self.num_last_queries(**kwargs)
         if isinstance(num_tokens, torch.Tensor):
+            if output_attention_forecast:
+                raise ValueError(
+                    "`output_attention_forecast` is True, expected False if `num_tokens` is a tensor, because the "
+                    "sizes of the forecasts differ. Pass `num_tokens` as one number."
+                )
             embedded = self.embed_each(pixel_values, num_tokens, placement)
             mask = F.pad(embedded.areas > 0, (self.config.num_prefix_tokens, 0), value=True)
             kwargs["attention_mask"] = create_bidirectional_mask(self.config, embedded.tokens, mask)

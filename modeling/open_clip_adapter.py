@@ -64,13 +64,32 @@ class OpenClipVisual(nn.Module):
         self.output_dim = config.projection_dim if self.projects else config.hidden_size
         self.image_mean = image_format.mean
         self.image_std = image_format.std
-        self.preprocess_cfg = {
+
+    @property
+    def preprocess_cfg(self) -> dict:
+        """Preprocessing of images for `open_clip.image_transform_v2`.
+
+        Raises:
+            ValueError: if open_clip has no such preprocessing. `open_clip` resizes images bilinearly or bicubically to
+                `image_size`, or resizes the shorter side to the length of a crop.
+        """
+        config = self.model.config
+        interpolation = {2: "bilinear", 3: "bicubic"}.get(config.resample)
+        crops = config.resize_size is not None
+        if interpolation is None or (crops and {config.resize_size} != {*self.image_size}):
+            raise ValueError(
+                f"`resample` is {config.resample}, `resize_size` is {config.resize_size} and `image_size` is "
+                f"{config.image_size}, which open_clip cannot express; expected a `resample` of 2 or 3, and a "
+                "`resize_size` of None or of the side of a square `image_size`. Preprocess images with the model's "
+                "image processor instead."
+            )
+        return {
             "size": self.image_size,
             "mode": "RGB",
             "mean": self.image_mean,
             "std": self.image_std,
-            "interpolation": "bilinear" if config.resample == 2 else "bicubic",
-            "resize_mode": "squash" if config.resize_size is None else "shortest",
+            "interpolation": interpolation,
+            "resize_mode": "shortest" if crops else "squash",
             "fill_color": 0,
         }
 

@@ -15,7 +15,7 @@ from transformers import (
     ProcessorMixin,
 )
 
-from ..configuration.configuration_base import pair
+from ..configuration.configuration_base import is_sparseformer, pair
 from ..configuration.configuration_sparseformer_vlm import image_grid as image_grid_of
 from .image_format import set_size
 from .modeling_sparseformer_vlm import (
@@ -66,11 +66,12 @@ def swap_vision_tower(
         ValueError: if the class of `vlm` or `vision_model` is not supported, if the widths differ, or if `image_grid`
             does not fit the image size.
     """
-    tower = getattr(vision_model, "vision_model", vision_model).base_model
-    tower_fields = tower.config.to_dict()
-    tower_fields["model_type"] = tower_fields.get("model_type", "").removesuffix("_projection")
-    if tower_fields["model_type"] not in ("sparseformer", "patch_sparseformer"):
+    tower = getattr(vision_model, "vision_model", vision_model)
+    if not is_sparseformer(getattr(tower, "config", None)):
         raise ValueError(f"Got a {type(vision_model).__name__} as vision model, expected a SparseFormer.")
+    tower = tower.base_model
+    tower_fields = tower.config.to_dict()
+    tower_fields["model_type"] = tower_fields["model_type"].removesuffix("_projection")
     # VLMs with and without a language-modeling head have the same model type, so `lm_head` is also checked.
     if not hasattr(vlm, "lm_head") or vlm.config.model_type not in MODELS:
         raise ValueError(
@@ -221,8 +222,8 @@ def match_channels_(
             for `model` and for `original`.
 
     Raises:
-        ValueError: if `original` is a Gemma 3 or a LLaVA-OneVision, if the projector has no bias or is offloaded, or
-            if `batches` is empty.
+        ValueError: if `original` is a Gemma 3 or a LLaVA-OneVision, if the projector has no bias, is offloaded or has
+            a new first layer for another number of channels, or if `batches` is empty.
     """
     if original.config.model_type in GRID_MODELS:
         raise ValueError(f"Got a {original.config.model_type}, expected a LLaVA 1.5 or a PaliGemma.")
@@ -230,6 +231,12 @@ def match_channels_(
     old = first_layer(original.model.multi_modal_projector)
     if old.bias is None:
         raise ValueError("The first layer of the projector has no bias; matching channels needs one.")
+    width = first_layer(model.model.multi_modal_projector).in_features
+    if width != old.in_features:
+        raise ValueError(
+            f"The projector of `model` takes {width} channels, but the projector of `original` takes "
+            f"{old.in_features} channels, so channels cannot be matched. Train the projector: frugalvit align-llava."
+        )
     counts = torch.zeros(2, 1, dtype=torch.float64)
     sums = torch.zeros(2, old.in_features, dtype=torch.float64)
     squares = torch.zeros_like(sums)

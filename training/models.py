@@ -116,7 +116,10 @@ def resize(model, processor, pixels: int):
         config.model_args["img_size"] = [pixels, pixels]
         config.pretrained_cfg = config.pretrained_cfg | {"input_size": [3, pixels, pixels]}
         return type(processor)(config.pretrained_cfg, architecture=config.architecture)
-    if has_positions(model):
+    if config.model_type == "bootstrapped_vit":
+        set_image_size(config, pixels)
+        resize_positions_(model.vit, pixels)
+    elif has_positions(model):
         resize_positions_(model, pixels)
     elif isinstance(config, FrugalViTConfig):
         set_image_size(config, pixels)

@@ -190,7 +190,7 @@ def _read_pooling(model: nn.Module) -> Pooling:
     if pool_type == "map" and model.attn_pool is not None:
         # `Eva` has no `pool_include_prefix`. Its attention pooling always attends to all tokens.
         attends_to_all = includes_prefix or not hasattr(model, "pool_include_prefix")
-        mode = "attention" if attends_to_all and model.num_prefix_tokens else "latent_attention"
+        mode = "attention" if attends_to_all or not model.num_prefix_tokens else "latent_attention"
         return Pooling(mode, before_norm=before_norm, head=_read_pooling_head(model.attn_pool))
     if pool_type == "token" or (pool_type == "" and getattr(model, "cls_token", None) is not None):
         return Pooling("cls", before_norm=before_norm)

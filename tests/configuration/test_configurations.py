@@ -32,6 +32,7 @@ MAKE = {
     "patches": lambda **fields: PatchSparseFormerConfig(**PATCHES | fields),
     "elastic": lambda **fields: SparseFormerConfig(num_latent_tokens=9, **fields),
     "vit_impulse_init": lambda **fields: of_kind("vit_impulse_init", **fields),
+    "vit_context_broadcast": lambda **fields: of_kind("vit_context_broadcast", **fields),
     "convmixer": lambda **fields: of_kind("convmixer", **fields),
     "agent_cnn": AgentCNNConfig,
     "bootstrapped_vit": bootstrapped_vit,
@@ -42,6 +43,7 @@ BAD_FIELDS = {
         ({"num_sampling_points": 1}, "'num_sampling_points'.* expected at least 2, got 1"),
         ({"generation": "v2"}, r"'generation' expected one of \('bootstrapped', 'v1'\), got v2"),
         ({"generation": "v1"}, "set `num_class_tokens=0`"),
+        ({"pooled_class_tokens": [3]}, r"`pooled_class_tokens` is \[3\], expected indices of the 1 class tokens"),
     ],
     "patches": [
         ({"token_grid": [3, 4]}, r"`token_grid`=\(3, 4\) has 12 cells, expected `num_latent_tokens`=16"),
@@ -49,6 +51,9 @@ BAD_FIELDS = {
     ],
     "elastic": [({"elastic_token_counts": [4, 4, 9]}, "expected increasing counts")],
     "vit_impulse_init": [({"patch_size": 5}, "Patches of `patch_size`=5 do not tile images of `image_size`=32")],
+    "vit_context_broadcast": [
+        ({"context_broadcast_position": ["mlp_end", "mlp_end"]}, "expected one or several different names"),
+    ],
     "convmixer": [({"spatial_filters": "gabor"}, r"'spatial_filters' expected one of \('trained', .* got gabor")],
     "agent_cnn": [
         ({"downsample_after": [6]}, r"`downsample_after` is \[6\], expected blocks from 0 to 5"),

@@ -17,6 +17,7 @@ from transformers import (
     SiglipConfig,
     SiglipModel,
 )
+from vision_transformers import KINDS
 
 from frugalvit import (
     OpenClipVisual,
@@ -177,6 +178,20 @@ def test_a_sparseformer_is_a_visual_tower_of_open_clip(towers):
     assert open_clip.transform.PreprocessCfg(**clip.visual.preprocess_cfg).resize_mode == "squash"
     clip.lock_image_tower()
     assert not any(parameter.requires_grad for parameter in clip.visual.parameters())
+    for fields in ({"resample": 0}, {"resize_size": 40}):
+        clip.visual.model.config.update({"resample": 3, "resize_size": 32} | fields)
+        with pytest.raises(ValueError, match="which open_clip cannot express"):
+            clip.visual.preprocess_cfg  # noqa: B018
+
+
+@torch.no_grad()
+def test_a_student_of_open_clips_siglip_is_a_visual_tower_of_open_clip():
+    clip = KINDS["open_clip-timm-siglip"].make()
+    student = SparseFormerVisionModel.from_teacher(clip, 6, image_mean=0.5, image_std=0.5, **SMALL)
+    pixel_values = torch.randn(2, 3, 32, 32)
+    expected = student(pixel_values).pooler_output
+    clip.visual = OpenClipVisual(student)
+    assert torch.equal(clip.encode_image(pixel_values), expected)
 
 
 CONVERTED = {

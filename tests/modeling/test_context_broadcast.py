@@ -139,6 +139,7 @@ def test_insertion_equals_wrapping_every_mlp(host):
     remove_context_broadcast(model)
     assert set(model.state_dict()) == weights and torch.equal(output_of(model), before)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert getattr(getattr(model, "base_model", model), "skips_unread_tokens", True)
     for name in inserted:
         mlp = model.get_submodule(name.rpartition(".")[0])
 
@@ -173,16 +174,23 @@ def test_positions_and_copies(host):
 
 
 @pytest.mark.parametrize(
-    ("host", "original"),
-    [("ViT", True), ("ViT", False), ("CLIP", True), ("timm in Transformers", True), ("SparseFormer", True)],
+    ("host", "options"),
+    [
+        ("ViT", {}),
+        ("ViT", {"save_original_format": False}),
+        ("ViT", {"max_shard_size": "10KB"}),
+        ("CLIP", {}),
+        ("timm in Transformers", {}),
+        ("SparseFormer", {}),
+    ],
 )
-def test_a_saved_host_loads_with_its_modules(host, original, tmp_path):
+def test_a_saved_host_loads_with_its_modules(host, options, tmp_path):
     """A saved host model loads as its own class. `load_context_broadcast` adds the modules and may be called twice."""
     model = make(host)
     model_class = type(model)
     insert_context_broadcast(model, "cb_s", ["mlp_mid", "attention_end"], scale_init=0.5, blend=True)
     set_scales(model)
-    model.save_pretrained(tmp_path, save_original_format=original)
+    model.save_pretrained(tmp_path, **options)
     loaded = model_class.from_pretrained(tmp_path).eval()
     assert type(loaded) is type(model) is model_class
     assert not torch.allclose(output_of(loaded), output_of(model))

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import DeiTConfig, DeiTForImageClassification, ViTConfig, ViTForImageClassification, ViTModel
+from vision_transformers import KINDS
 
 from frugalvit import ViTImpulseInitConfig, ViTImpulseInitModel
 from frugalvit.modeling.hosts.transformers import resize_positions_
@@ -252,6 +253,15 @@ def test_baselines_draw_from_their_distributions():
     assert 0.9 * 96**-0.5 < weight.abs().max() <= 96**-0.5 and model.vit.layers[0].mlp.fc1.bias.any()
     assert all(head.offset == (0, 0) and head.mass < 0.1 for head in report.heads)
     assert str(report).startswith("1 heads; means: error")
+
+
+@pytest.mark.parametrize("initialize", [trunc_normal_init_, kaiming_uniform_init_])
+def test_baselines_draw_fused_queries_keys_and_values(initialize):
+    # The mean of all weights is 0.1 before and 0 after the initialization.
+    model = KINDS["open_clip"].make()
+    initialize(model, generator=seeded())
+    for block in model.visual.transformer.resblocks:
+        assert block.attn.in_proj_weight.mean().abs() < 0.01 and block.attn.in_proj_bias.mean().abs() < 0.05
 
 
 @pytest.mark.parametrize(

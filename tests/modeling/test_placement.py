@@ -257,6 +257,8 @@ def test_a_forecast_is_even_before_training_and_moves_small_cells():
     outputs = model(pixels, output_attention_forecast=True, output_rois=True)
     assert outputs.attention_forecast.shape == (2, 8, 8) and not outputs.attention_forecast.any()
     assert model(pixels).attention_forecast is None
+    with pytest.raises(ValueError, match="`output_attention_forecast` is True, expected False"):
+        model(pixels, num_tokens=torch.tensor([16, 16]), output_attention_forecast=True)
     model.embeddings.placement.forecast.register_forward_hook(
         lambda module, args, logits: logits.index_fill(1, torch.tensor([6, 7]), 20.0)
     )

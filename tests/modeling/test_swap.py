@@ -1,6 +1,7 @@
 """Tests of `frugalvit swap` and `swap_vision_tower`: outputs, refused models, first layers, matched channels."""
 
 import pytest
+import timm
 import torch
 from transformers import (
     AutoModelForImageTextToText,
@@ -40,6 +41,8 @@ def test_unsupported_models_and_towers_are_refused(tmp_path, capsys):
         swap_vision_tower(llava.model.language_model, make_tower(llava))
     with pytest.raises(ValueError, match="Got a CLIPVisionModel as vision model"):
         swap_vision_tower(llava, llava.model.vision_tower)
+    with pytest.raises(ValueError, match="Got a ResNet as vision model"):
+        swap_vision_tower(llava, timm.create_model("resnet10t"))
     make_tower(llava).save_pretrained(tmp_path / "tower")
     Qwen2_5_VLConfig().save_pretrained(tmp_path / "qwen")
     command = ["swap", "--model", str(tmp_path / "qwen"), "--vision-model", str(tmp_path / "tower")]
@@ -59,6 +62,8 @@ def test_a_tower_of_another_width_and_family_has_a_new_first_layer(tmp_path):
     projector, old = model.model.multi_modal_projector, llava.model.multi_modal_projector
     assert (projector.linear_1.in_features, old.linear_1.in_features) == (48, 64)
     assert torch.equal(projector.linear_2.weight, old.linear_2.weight)
+    with pytest.raises(ValueError, match="of `model` takes 48 channels, .* of `original` takes 64 channels"):
+        match_channels_(model, llava, [(torch.randn(1, 3, 32, 32), torch.randn(1, 3, 32, 32))])
     model.save_pretrained(tmp_path)
     processor = matching_processor(make_processor(llava), model)
     inputs = processor(images=noise(), text="<image> what is this ?", return_tensors="pt")

@@ -10,7 +10,12 @@ from timm.models._hub import save_for_hf
 from trainings import logged, measured, run_command
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
-from frugalvit import load_context_broadcast, remove_context_broadcast
+from frugalvit import (
+    BootstrappedViTConfig,
+    BootstrappedViTForImageClassification,
+    load_context_broadcast,
+    remove_context_broadcast,
+)
 from frugalvit.modeling.context_broadcast import has_context_broadcast
 from frugalvit.training.loading import load_model
 from runs import make as make_trainer
@@ -89,3 +94,17 @@ def test_a_thousand_classes_become_ten(vit, tmp_path, class_names):
     assert torch.allclose(model(pixel_values).logits, logits, atol=1e-5)
     again = make(tmp_path / "again", model=tmp_path / "out", trust_remote_code=True)
     assert again.evaluate()["eval_accuracy"] == pytest.approx(own.metrics["accuracy"])
+
+
+def test_a_bootstrapped_vit_takes_larger_images(tmp_path):
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64, "patch_size": 8}
+    config = BootstrappedViTConfig(
+        vit_config={**sizes, "image_size": 32, "num_attention_heads": 2},
+        agent_config={**sizes, "num_positions": 2},
+    )
+    model = BootstrappedViTForImageClassification(config)
+    model.save_pretrained(tmp_path / "model")
+    run(tmp_path / "out", model=tmp_path / "model", image_size=64, max_steps=1)
+    model, processor = load(tmp_path / "out")
+    assert model.config.image_size == processor.size["height"] == 64
+    assert model(torch.randn(1, 3, 64, 64)).logits.isfinite().all()
