@@ -1,6 +1,7 @@
 """Check that commands do not run code from a model folder by default."""
 
 import builtins
+import itertools
 import json
 import os
 from pathlib import Path
@@ -47,7 +48,7 @@ def prompts(monkeypatch):
     return found
 
 
-@pytest.fixture(params=["model", "image processor"])
+@pytest.fixture
 def foreign(request, tmp_path):
     """Create a model folder with its own Python code. When the code is imported, it creates the file `ran`."""
     folder = tmp_path / "foreign"
@@ -77,21 +78,28 @@ def data(tmp_path):
     return tmp_path / "masked"
 
 
+COMMANDS = [
+    "predict {data}/images/train/0.png --model {model}",
+    "info {model}",
+    "bootstrap --teacher {model} --output_dir {out}",
+    "train --model {model} --output_dir {out} --train_split train[:64]",
+    "evaluate classification --model {model} --limit 2",
+    "evaluate knn --model {model} --limit 2",
+    "publish {model} --dry-run --license mit",
+]
+# These commands refuse the ViT before they load its image processor.
+OTHER_MODELS = [
+    "segment --model {model} --dataset {data} --output_dir {out} --num_labels 2 --drop_path 0",
+    "evaluate segmentation --model {model} --dataset {data} --split val",
+    "evaluate zero-shot --model {model} --limit 2",
+]
+
+
 @pytest.mark.parametrize(
-    "command",
-    [
-        "predict {data}/images/train/0.png --model {model}",
-        "info {model}",
-        "bootstrap --teacher {model} --output_dir {out}",
-        "train --model {model} --output_dir {out} --train_split train[:64]",
-        "segment --model {model} --dataset {data} --output_dir {out} --num_labels 2 --drop_path 0",
-        "evaluate classification --model {model} --limit 2",
-        "evaluate knn --model {model} --limit 2",
-        "evaluate segmentation --model {model} --dataset {data} --split val",
-        "evaluate zero-shot --model {model} --limit 2",
-        "publish {model} --dry-run",
-    ],
-    ids=lambda command: " ".join(word for word in command.split()[:3] if word[0] not in "{-"),
+    ("command", "foreign"),
+    [*itertools.product(COMMANDS, ("model", "image processor")), *((command, "model") for command in OTHER_MODELS)],
+    indirect=["foreign"],
+    ids=lambda value: " ".join(word for word in value.split()[:3] if word[0] not in "{-"),
 )
 def test_code_does_not_run_by_default(command, foreign, data, prompts, tmp_path, capsys):
     words = command.format(model=foreign, data=data, out=tmp_path / "out").split()
