@@ -87,6 +87,7 @@ class Hub:
 
     Attributes:
         files (`list[str]`): Names of files in the repository before the upload.
+        private (`bool`): Whether the repository is private.
         created (`list[dict]`): Requests to create a repository.
         branches (`list[str]`): Names of created branches.
         commits (`list[tuple[str, dict, dict]]`): Path, header and files of each commit.
@@ -96,6 +97,7 @@ class Hub:
 
     def __init__(self):
         self.files, self.created, self.branches, self.commits = [], [], [], []
+        self.private = True
 
     def answer(self, request: httpx2.Request) -> httpx2.Response:
         path, name = request.url.path, request.url.path.rpartition("/")[2]
@@ -103,7 +105,7 @@ class Hub:
             missing = {"X-Error-Code": "EntryNotFound"}
             return httpx2.Response(200) if name in self.files else httpx2.Response(404, headers=missing)
         if request.method == "GET":
-            return httpx2.Response(200, json={"id": "someone/model", "private": True})
+            return httpx2.Response(200, json={"id": "someone/model", "private": self.private})
         if path == "/api/validate-yaml":
             return httpx2.Response(200, json={"errors": [], "warnings": []})
         parts = [json.loads(line) for line in request.read().splitlines()]

@@ -93,6 +93,9 @@ def test_uploads_all_in_one_commit_and_checks_from_nothing(trained, tmp_path, hu
     assert "optimizer.bin" not in files and b"someone/model" in files["notebook.ipynb"]
     assert hub.created[0].get("visibility") == "private" or hub.created[0].get("private")
     assert "Uploaded to someone/model." in capsys.readouterr().out
+    hub.private = False
+    assert main(["publish", str(trained), "someone/model", "--private"]) == 1
+    assert "private: someone/model exists and is public" in capsys.readouterr().err and len(hub.commits) == 1
 
 
 def test_a_folder_without_a_card_gets_a_short_one(tmp_path):
