@@ -4,7 +4,6 @@
     python benchmarks/content_placement.py students --teacher TEACHER --train TRAIN --test TEST --backgrounds IMAGES
     python benchmarks/content_placement.py table --name caltech101
     python benchmarks/content_placement.py larger --name caltech101 --test TEST --backgrounds IMAGES
-    python benchmarks/content_placement.py rivals --student STUDENT --test TEST --backgrounds IMAGES --apt CHECKOUT
     python benchmarks/content_placement.py speed --teacher TEACHER
     python benchmarks/content_placement.py picture --student STUDENT --test TEST
 
@@ -14,17 +13,11 @@
   2.5 times its width and height, and the photograph on another photograph with the size of the canvas.
 - `table` averages the results of all seeds under --runs-dir.
 - `larger` measures images of twice the size. `speed` times both placements, and `picture` draws their tokens.
-- `rivals` copies the weights of a student with a grid into Adaptive Patch Transformer (CHECKOUT of
-  github.com/rccchoudhury/apt, needs ipdb, einops and cv2) and into timm's NaFlexViT. The entropy threshold of Adaptive
-  Patch Transformer is set so that the mean number of patches equals the student's number of tokens. NaFlexViT keeps
-  the aspect ratio.
 """
 
 import argparse
 import dataclasses
 import functools
-import importlib
-import itertools
 import json
 import statistics
 from collections.abc import Callable
@@ -34,11 +27,6 @@ import caltech101
 import torch
 import torch.nn.functional as F
 from matplotlib.figure import Figure
-from timm.data.naflex_transforms import ResizeToSequence
-from timm.models.naflexvit import NaFlexVit, NaFlexVitCfg, checkpoint_filter_fn
-from torch import nn
-from torchvision.transforms.v2.functional import pil_to_tensor
-from tqdm import tqdm
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
 import shared
@@ -46,20 +34,16 @@ from frugalvit.baselines import load_teacher
 from frugalvit.configuration.configuration_base import pair
 from frugalvit.modeling.hosts import read_anatomy
 from frugalvit.modeling.image_format import ImageFormat
-from frugalvit.modeling.modeling_patch_sparseformer import (
-    PatchSparseFormerEmbeddingsOutput,
-    PatchSparseFormerForImageClassification,
-)
+from frugalvit.modeling.modeling_patch_sparseformer import PatchSparseFormerForImageClassification
 from frugalvit.pictures import save_figure
 from frugalvit.speed import images_per_second
 from frugalvit.training import bootstrap
-from frugalvit.training.data import class_names, load_images, sample
+from frugalvit.training.data import class_names, load_images
 from frugalvit.training.files import write_json
 from frugalvit.training.loading import choose_device, load_model
 from frugalvit.training.preprocessing import decode_image
 from frugalvit.training.views import EvalView
 from linear_probe import fit_probe
-from token_merging import as_timm, peer
 
 
 PLACEMENTS = ("grid", "content")
@@ -67,8 +51,6 @@ TOKENS = [9, 16, 25, 36, 49, 64]
 # Value of `frugalvit bootstrap --zoom_out` for all students.
 ZOOM_OUT = 3.0
 PICTURE_TOKENS, PICTURES = 25, 6
-# Number of patch sizes in Adaptive Patch Transformer. Its authors draw pictures with three sizes and train with two.
-SCALES = 3
 
 
 def main():
@@ -80,7 +62,6 @@ def main():
     parser.add_argument("--train", help="parquet file or folder of training images")
     parser.add_argument("--test", help="of test images")
     parser.add_argument("--backgrounds", help="of other photographs")
-    parser.add_argument("--apt", help="checkout of Adaptive Patch Transformer")
     parser.add_argument("--name", default="caltech101", help="of the data (default: %(default)s)")
     parser.add_argument("--placements", nargs="*", choices=PLACEMENTS, default=PLACEMENTS)
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="default: 9 16 25 36 49 64")
@@ -206,122 +187,6 @@ def make_table(arguments):
     shared.write_table(arguments.results_dir / f"content_students_{arguments.name}.json", settings, rows)
 
 
-@torch.inference_mode()
-def compare_rivals(arguments):
-    model, processor = load_model(arguments.student, "image-classification", "cpu")
-    image_format, rows = ImageFormat.from_processor(processor), {}
-    for view in caltech101.VIEWS:
-        pixels, labels = caltech101.test_images(
-            arguments.test, image_format, view, arguments.backgrounds, arguments.test_images
-        )
-        images = image_format.normalize(pixels)
-        for count, method in itertools.product(arguments.tokens, RIVALS):
-            logits, tokens = RIVALS[method](arguments, model, image_format, images, count, view)
-            row = rows.setdefault((method, count), {"method": method, "tokens": count})
-            row |= {view: caltech101.accuracy_of(logits, labels), f"{view}: tokens": tokens}
-    settings = {"student": Path(arguments.student).name, "test_images": len(labels), "precision": "float32"}
-    shared.write_table(arguments.results_dir / f"content_rivals_{arguments.name}.json", settings, [*rows.values()])
-
-
-def classify_placed(placement, arguments, model, image_format, images, count, view) -> tuple[torch.Tensor, float]:
-    """Return the student's logits of all images with this placement, and the number of tokens in an image."""
-    model.set_placement(placement)
-    logits = torch.cat([model(batch, num_tokens=count).logits for batch in images.split(32)])
-    model.set_placement("grid")
-    return logits, count
-
-
-def classify_apt(arguments, model, image_format, images, count, view) -> tuple[torch.Tensor, float]:
-    """Classify images with the patches that Adaptive Patch Transformer chooses. Large patches are resized and then
-    embedded. Adaptive Patch Transformer also adds an embedding of the parts of each large patch. This second embedding
-    is left out here, because it is zero before training."""
-    with peer(arguments.apt, "src"):
-        theirs = importlib.import_module("src.models.patch_tokenizer")
-    base = model.base_model
-    embeddings, size = base.embeddings, image_format.size[0]
-    side = embeddings.patch_size[0]
-    tokenizer = theirs.PatchTokenizer(SCALES, side, size, [], image_format.mean, image_format.std)
-    shown = (255 * tokenizer.unnorm(images)).clamp(0, 255)
-    measure_entropy = theirs.compute_patch_entropy_vectorized
-    maps = [measure_entropy(image, side, SCALES) for image in tqdm(shown, "entropy", leave=False)]
-    maps = {side: torch.stack([each[side] for each in maps]) for side in maps[0]}
-    low, high = 0.0, 9.0
-    for _ in range(20):
-        tokenizer.thresholds = [(low + high) / 2] * (SCALES - 1)
-        found = sum(tokenizer.construct_masks(maps)[2]) / len(images) - 1
-        low, high = (tokenizer.thresholds[0], high) if found > count else (low, tokenizer.thresholds[0])
-    tokenizer.thresholds, logits, found = [high] * (SCALES - 1), [], []
-    for start in tqdm(range(0, len(images), 8), desc=view, leave=False):
-        batch = images[start : start + 8]
-        chosen = tokenizer(batch, {side: each[start : start + 8] for side, each in maps.items()})
-        found += [length - 1 for length in chosen["seqlens"]]
-        base.embed_each = lambda *_, batch=batch, chosen=chosen: embed_apt(embeddings, batch, chosen, size)
-        logits.append(model(batch, num_tokens=torch.full((len(batch),), count)).logits)
-    del base.embed_each
-    return torch.cat(logits), statistics.mean(found)
-
-
-def embed_apt(embeddings, images: torch.Tensor, chosen: dict, size: int) -> PatchSparseFormerEmbeddingsOutput:
-    """Embed the patches in `chosen`, the output of Adaptive Patch Transformer's tokenizer."""
-    tokens, areas = [], []
-    for level in range(SCALES):
-        side = embeddings.patch_size[0] * 2**level
-        mask = chosen[f"pos_embed_mask_{side}"]
-        positions = embeddings.positions_of((size // side, size // side)).expand(*mask.shape, -1)
-        patches = embeddings.projection(chosen[f"resized_patches_{side}"].flatten(1)) + positions[mask]
-        tokens.append(positions.masked_scatter(mask.unsqueeze(-1), patches))
-        areas.append(mask * 4.0**level)
-    areas, order = torch.cat(areas, dim=1).sort(dim=1, descending=True, stable=True)
-    most = (areas > 0).sum(1).max()
-    tokens = torch.cat(tokens, dim=1).gather(1, order.unsqueeze(-1).expand(-1, -1, tokens[0].shape[-1]))[:, :most]
-    tokens = torch.cat([embeddings.cls_token.expand(len(images), -1, -1), tokens], dim=1)
-    return PatchSparseFormerEmbeddingsOutput(
-        tokens=tokens, rois=torch.zeros(len(images), most, 4), areas=areas[:, :most]
-    )
-
-
-def classify_naflex(arguments, model, image_format, images, count, view) -> tuple[torch.Tensor, float]:
-    """Classify images by timm's NaFlexViT with the student's weights. Images keep their aspect ratio."""
-    vit, model = as_naflex(model)
-    resize, logits, lengths = ResizeToSequence(vit.embeds.patch_size[0], count), [], []
-    records = sample(load_images([arguments.test], "train"), arguments.test_images, seed=0)
-    shown = caltech101.views_of(records, image_format, view, arguments.backgrounds)
-    for image in tqdm(shown, view, len(records), leave=False):
-        tokens = vit.forward_features(image_format.normalize(pil_to_tensor(resize(image))[None]))
-        logits.append(model.forward_head(tokens).logits)
-        lengths.append(tokens.shape[1] - 1)
-    return torch.cat(logits), statistics.mean(lengths)
-
-
-@functools.cache
-def as_naflex(model: PatchSparseFormerForImageClassification) -> tuple[nn.Module, nn.Module]:
-    """Return two models with the student's weights: a NaFlexViT, which computes tokens, and a timm ViT, whose head
-    computes logits from these tokens."""
-    vit = as_timm(model.to_plain_vit(model.config.num_latent_tokens))
-    side, block = vit.patch_embed.grid_size[0], vit.blocks[0]
-    config = NaFlexVitCfg(
-        patch_size=vit.patch_embed.patch_size[0],
-        embed_dim=vit.embed_dim,
-        depth=len(vit.blocks),
-        num_heads=block.attn.num_heads,
-        class_token=True,
-        pos_embed_grid_size=(side, side),
-        global_pool="token",
-    )
-    flexible = NaFlexVit(config, num_classes=0).eval()
-    # The NaFlexViT has no classifier. With `strict=False`, it ignores the weights of the classifier of `vit`.
-    assert not flexible.load_state_dict(checkpoint_filter_fn(vit.state_dict(), flexible), strict=False).missing_keys
-    return flexible, vit
-
-
-RIVALS = {
-    "grid": functools.partial(classify_placed, "grid"),
-    "content, by detail alone": functools.partial(classify_placed, "content"),
-    "Adaptive Patch Transformer": classify_apt,
-    "NaFlexViT": classify_naflex,
-}
-
-
 def measure_speed(arguments):
     teacher, _ = load_model(arguments.teacher, "image-classification", "cpu")
     make = functools.partial(PatchSparseFormerForImageClassification.from_teacher, teacher, TOKENS[-1])
@@ -386,7 +251,6 @@ COMMANDS = {
     "students": (train_students, ["teacher", "train", "test", "backgrounds"]),
     "table": (make_table, []),
     "larger": (measure_larger, ["test", "backgrounds"]),
-    "rivals": (compare_rivals, ["student", "test", "backgrounds", "apt"]),
     "speed": (measure_speed, ["teacher"]),
     "picture": (draw_picture, ["student", "test"]),
 }

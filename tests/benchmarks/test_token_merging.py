@@ -1,8 +1,7 @@
-"""Tests of the baselines ToMe, Adaptive Patch Transformer, NaFlexViT and random patches."""
+"""Tests of the baselines ToMe and random patches."""
 
 from pathlib import Path
 
-import content_placement
 import pytest
 import torch
 from transformers import Dinov2Config, Dinov2ForImageClassification
@@ -48,20 +47,6 @@ def test_timm_copy_of_dinov2_gives_its_logits(size, checkout):
         torch.testing.assert_close(embedding, anatomy.embed(pixel_values), rtol=0, atol=1e-4)
     assert embedding.shape == (2, 64)
     assert frugalvit.count_macs(model, size) == frugalvit.count_macs(teacher, size)
-
-
-def test_baselines_of_placement_embed_a_whole_grid_equally():
-    student = frugalvit.PatchSparseFormerForImageClassification.from_teacher(tiny_dinov2(), 16)
-    images, embeddings = torch.randn(2, 3, 56, 56), student.base_model.embeddings
-    chosen = {f"resized_patches_{side}": torch.empty(0, 3, 14, 14) for side in (28, 56)}
-    chosen["resized_patches_14"] = images.unfold(2, 14, 14).unfold(3, 14, 14).permute(0, 2, 3, 1, 4, 5).flatten(0, 2)
-    chosen |= {f"pos_embed_mask_{side}": torch.full((2, (56 // side) ** 2), side == 14) for side in (14, 28, 56)}
-    with torch.inference_mode():
-        tokens = content_placement.embed_apt(embeddings, images, chosen, 56).tokens
-        torch.testing.assert_close(tokens, embeddings(images, num_tokens=16).tokens)
-        flexible, vit = content_placement.as_naflex(student)
-        logits = vit.forward_head(flexible.forward_features(images)).logits
-        torch.testing.assert_close(logits, student(images).logits, rtol=0, atol=1e-4)
 
 
 def test_random_patches():
