@@ -1,13 +1,8 @@
-"""Compare students with ToMe and DiffRate on CIFAR-10 (table 4 of *Bootstrapping SparseFormers*, Gao et al.).
-
-    python benchmarks/token_merging.py --tome CHECKOUT --diffrate CHECKOUT
+"""ToMe, DiffRate and random patches in copies of a teacher, as baselines for students.
 
 ToMe (github.com/facebookresearch/ToMe) and DiffRate (github.com/OpenGVLab/DiffRate) are imported from their checkouts.
-Each of them changes a copy of the teacher in timm. The copies are measured before and after distillation. In
-distillation, the targets are the teacher's outputs, and the images are the student's training images. Before
-distillation, DiffRate searches for the number of tokens that each block keeps. As in DiffRate's code, this search uses
-labels and frozen weights. Finished runs under --runs-dir are not trained again. Results are written to
-token_merging.json.
+Each of them changes a copy of the teacher in timm. `tune` trains such a copy, or searches for the number of tokens
+that each block of DiffRate keeps. As in DiffRate's code, weights are frozen in this search.
 """
 
 import functools
@@ -42,15 +37,9 @@ from frugalvit.modeling.hosts.running import (
 )
 from frugalvit.modeling.image_format import ImageFormat
 from frugalvit.modeling.inheritance import TOLERANCE
-from frugalvit.modeling.modeling_bootstrapped_vit import divergence
 from frugalvit.modeling.modeling_patch_sparseformer import PatchSparseFormerModel
-from frugalvit.speed import images_per_second
-from frugalvit.training import bootstrap
-from frugalvit.training.choices import SUBSET
-from frugalvit.training.data import load_images
 from frugalvit.training.files import atomic_file
-from frugalvit.training.loading import choose_device, load_model
-from frugalvit.training.views import EvalView
+from frugalvit.training.loading import choose_device
 
 
 # Names of the layers of an encoder block in frugalvit, and their names in timm.
@@ -69,97 +58,6 @@ DIFFRATE_SCALE = 4.6
 # Learning rate of DiffRate's search. The search trains only few parameters.
 SEARCH_RATE = 0.03
 BATCH_SIZE = 64
-
-
-def main():
-    parser = shared.make_parser(__doc__)
-    parser.add_argument("--tome", required=True, help="checkout of ToMe")
-    parser.add_argument("--diffrate", help="checkout of DiffRate")
-    parser.add_argument("--teacher", default="checkpoints/cifar10-vit", help="default: %(default)s")
-    parser.add_argument("--student", default="checkpoints/cifar10-sparseformer", help="default: %(default)s")
-    parser.add_argument("--merged", type=int, nargs="+", default=[6, 10, 20], help="ToMe's r (default: 6 10 20)")
-    parser.add_argument(
-        "--diffrate-share", type=float, default=0.5, help="target, a share of the teacher's MACs (default: 0.5)"
-    )
-    parser.add_argument("--images", type=int, default=4000, help="embedded training images (default: %(default)s)")
-    parser.add_argument("--epochs", type=int, default=3, help="default: %(default)s")
-    parser.add_argument("--learning-rate", type=float, default=3e-4, help="of fine-tuning (default: %(default)s)")
-    shared.add_run_arguments(parser, "runs/token_merging")
-    arguments = parser.parse_args()
-
-    teacher, processor = load_model(arguments.teacher, "image-classification", "cpu")
-    image_format = ImageFormat.from_processor(processor)
-    anatomy, rows, models = read_anatomy(teacher, image_format.size), [], {}
-    test, train = load_images(SUBSET, "test"), load_images(SUBSET, f"train[:{arguments.images}]")
-    tuned = functools.partial(
-        tune,
-        anatomy=anatomy,
-        images=train,
-        image_format=image_format,
-        scale=(0.8, 1.0),
-        epochs=arguments.epochs,
-        warmup_epochs=0.5,
-    )
-
-    def add(name: str, model: nn.Module, training: str | None, results: list[dict] | None = None):
-        """Add a row. Models with the same name differ only in weights, so only the first of them is timed."""
-        models.setdefault(name, model)
-        macs = count_macs(model, image_format.size).macs_with_attention
-        accuracies = shared.last_accuracies(results or [evaluate(model, test, image_format)])
-        share = macs / rows[0]["macs_with_attention"] if rows else 1.0
-        row = {"row": name, "training": training, **accuracies, "macs_with_attention": macs, "of_teacher": share}
-        rows.append(row)
-        shared.print_rows(rows[-1:])
-
-    def add_tuned(name: str, make: Callable[[], MergedViT]):
-        results = []
-        for seed in arguments.seeds:
-            folder = arguments.runs_dir / shared.folder_name(name, seed)
-            model = tuned(folder, make(), loss="teacher", learning_rate=arguments.learning_rate, seed=seed)
-            results.append(evaluate(model, test, image_format))
-        add(name, model, "fine-tuned", results)
-
-    add("teacher", teacher, None)
-    for merged in arguments.merged:
-        make = functools.partial(tome, anatomy, arguments.tome, merged)
-        add(f"ToMe@{merged}", make(), "off the shelf")
-        add_tuned(f"ToMe@{merged}", make)
-    if arguments.diffrate:
-        seed = arguments.seeds[0]
-        rates = arguments.runs_dir / shared.folder_name("DiffRate, searched", seed)
-        macs = arguments.diffrate_share * rows[0]["macs_with_attention"]
-        search = diffrate(anatomy, arguments.diffrate)
-        tuned(rates, search, loss="labels", search_macs=macs, learning_rate=SEARCH_RATE, seed=seed)
-        make = functools.partial(diffrate, anatomy, arguments.diffrate, rates)
-        add("DiffRate", make(), "rates searched")
-        add_tuned("DiffRate", make)
-    folders = [arguments.runs_dir / shared.folder_name("student", seed) for seed in arguments.seeds]
-    budget = ["--train_split", f"train[:{arguments.images}]", "--num_train_epochs", str(arguments.epochs)]
-    budget += ["--per_device_train_batch_size", str(BATCH_SIZE), "--warmup_steps", str(0.5 / arguments.epochs)]
-    budget += ["--teacher", arguments.teacher, "--focusing", "paper", "--preset", "small"]
-    results = [
-        shared.run_training(bootstrap, folder, [*budget, "--seed", str(seed)])
-        for folder, seed in zip(folders, arguments.seeds, strict=True)
-    ]
-    add("student", load_model(folders[0], "image-classification", "cpu")[0], "bootstrapped", results)
-    add(
-        "student that ships",
-        load_model(arguments.student, "image-classification", "cpu")[0],
-        "bootstrapped on more images",
-    )
-
-    pixel_values = torch.randn(64, 3, *image_format.size, generator=torch.Generator().manual_seed(0))
-    speeds = images_per_second({name: model.cpu() for name, model in models.items()}, pixel_values)
-    for row in rows:
-        row["images_per_second"] = speeds[row["row"]]
-    settings = ("merged", "diffrate_share", "images", "epochs", "learning_rate", "seeds")
-    shared.write_table(
-        arguments.results_dir / "token_merging.json",
-        {name: getattr(arguments, name) for name in settings},
-        rows,
-        data=f"CIFAR-10, {arguments.images} embedded training and 2,000 embedded test images, 32 px",
-        speed="batches of 64, float32, median of interleaved rounds",
-    )
 
 
 class Embedded(NamedTuple):
@@ -263,9 +161,9 @@ def tune(
 ) -> MergedViT:
     """Fine-tune a model or search DiffRate's rates, or load the weights of a finished run from `folder`.
 
-    `loss` is `"teacher"` (divergence from the teacher's class probabilities), `"cosine"` (cosine distance from the
-    teacher's embedding) or `"labels"` (cross-entropy). In a search, the squared difference between the
-    multiply-accumulates and `search_macs` is added to the loss. `options` are arguments of `fit`.
+    `loss` is `"cosine"` (cosine distance from the teacher's embedding) or `"labels"` (cross-entropy). In a search, the
+    squared difference between the multiply-accumulates and `search_macs` is added to the loss. `options` are arguments
+    of `fit`.
     """
     file, device = folder / "model.safetensors", choose_device()
     model.to(device).train()
@@ -327,21 +225,8 @@ def loss_of(loss: str, outputs: Embedded, anatomy: Anatomy, pixel_values: torch.
     if loss == "labels":
         return F.cross_entropy(outputs.logits.float(), labels)
     with torch.no_grad():
-        target = (anatomy.run_classifier if loss == "teacher" else anatomy.embed)(pixel_values).float()
-    if loss == "teacher":
-        return divergence(outputs.logits, target, 3.0)
+        target = anatomy.embed(pixel_values).float()
     return (1 - F.cosine_similarity(outputs.embedding.float(), target)).mean()
-
-
-@torch.inference_mode()
-def evaluate(model: nn.Module, images: datasets.Dataset, image_format: ImageFormat) -> dict:
-    """Return the accuracy of a model as `eval_accuracy`. Results of training runs have the same key."""
-    view, right, device = EvalView(image_format), [], choose_device()
-    model.to(device).eval()
-    for batch in DataLoader(shared.Views(images, lambda image: view(image)["pixel_values"]), 256):
-        logits = model(image_format.normalize(batch["pixel_values"].to(device))).logits
-        right.append(logits.argmax(1).cpu() == batch["labels"])
-    return {"eval_accuracy": torch.cat(right).float().mean().item()}
 
 
 def merging(teacher: Anatomy, image_processor, checkout: str, merged: int) -> Baseline:
@@ -509,7 +394,3 @@ def peer(checkout: str | Path, package: str):
         yield
     finally:
         sys.path.remove(str(checkout))
-
-
-if __name__ == "__main__":
-    main()
