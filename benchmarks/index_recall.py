@@ -1,7 +1,6 @@
 """Measure image search in which a student replaces its teacher for the queries, for the index, or for both.
 
     python benchmarks/index_recall.py --data Caltech-101 caltech101-train.parquet caltech101-test.parquet
-    python benchmarks/index_recall.py losses --train TRAIN --test TEST --data ImageNet-sample IMAGES
     python benchmarks/index_recall.py texts
 
 The values of `--data` are a title, a file with photographs for the index and a file with photographs for the queries.
@@ -15,10 +14,6 @@ embeds queries and index. Each row measures a model in one of these roles:
 - "index": the teacher embeds the queries, and the model embeds the index.
 - "grown": the model embeds the queries and half of the index, and the teacher embeds the other half of the index.
 - "both": the model embeds the queries and the index.
-
-`losses` bootstraps students with each of LOSSES from photographs of Caltech-101 without `caltech101.LEFT_OUT`, 20 of
-the classes. The students and the student `--student` embed the queries. The searched photographs are those of the 20
-classes and those of `--data`. Scores are averaged over seeds.
 
 `texts` searches test images of CIFAR-10 by sentences about their classes. The shipped CLIP with a SparseFormer embeds
 images and sentences.
@@ -35,18 +30,14 @@ Scores are means over queries:
 - `agreement`: 1 if the classifier predicts the same class from both embeddings, and 0 otherwise.
 
 `…_error` is the standard error over queries. `…_difference` is the score minus the score of the teacher on smaller
-images with as many patches as the student has tokens. In `losses`, it is the score minus the score of the cosine loss,
-and `…_differences` has this difference for each seed.
+images with as many patches as the student has tokens.
 """
 
 import argparse
-import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
-from unittest import mock
+from pathlib import Path
 
-import caltech101
 import datasets
 import torch
 import torch.nn.functional as F
@@ -57,19 +48,15 @@ from frugalvit.compare import embed_once
 from frugalvit.evaluation.retrieval import embed_all_images
 from frugalvit.evaluation.two_towers import embed_all_texts, load_two_towers
 from frugalvit.modeling.packing import pack_linear_layers
-from frugalvit.training import bootstrap
 from frugalvit.training.choices import SUBSET
 from frugalvit.training.data import class_names, label_numbers, load_images, sample
-from frugalvit.training.losses import AlignmentLoss
-from shared import add_precision_argument, add_run_arguments, make_parser, run_training, write_table
+from shared import add_results_argument, make_parser, write_table
 from small_clip import SENTENCES
 
 
 COUNTS = (1, 10)
 SHORTLIST = 50
 ROLES = ("queries", "index", "grown", "both")
-# Weights of the cosine loss and of the relational loss. With these weights, both losses are of about the same size.
-LOSSES = {"cosine": (1, 0), "relational": (0, 30), "both": (1, 30)}
 
 
 def main():
@@ -83,22 +70,15 @@ def main():
         metavar=("TITLE", "IMAGES"),
         help="title, images of the index and images of the queries; can be repeated",
     )
-    parser.add_argument("--train", help="parquet file of Caltech-101's training images")
-    parser.add_argument("--test", help="parquet file of Caltech-101's test images")
     parser.add_argument("--teacher", default=str(checkpoint_path("caltech101-vit")))
     parser.add_argument("--student", default=str(checkpoint_path("caltech101-sparseformer")))
     parser.add_argument("--sizes", type=int, nargs="+", default=[112, 84, 56], help="pixels of the teacher's images")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[16, 36, 64], help="of new students")
-    parser.add_argument("--steps", type=int, default=25, help=f"of {caltech101.BATCH_SIZE} views (default: 25)")
     parser.add_argument("--index-images", type=int, help="size of the index, drawn at random (default: all images)")
     parser.add_argument("--query-images", type=int, help="number of queries, drawn at random (default: all images)")
-    add_precision_argument(parser, "bf16")
-    add_run_arguments(parser, "runs/index-recall")
-    caltech101.run_command(parser, COMMANDS)
-
-
-def settings(arguments, *names: str) -> dict:
-    return {name: getattr(arguments, name) for name in ("index_images", "query_images", *names)}
+    parser.add_argument("--runs-dir", type=Path, default=Path("runs/index-recall"), help="default: %(default)s")
+    add_results_argument(parser)
+    arguments = parser.parse_args()
+    COMMANDS[arguments.what](arguments)
 
 
 def compare_models(arguments):
@@ -112,7 +92,8 @@ def compare_models(arguments):
             other = smaller.setdefault((baseline.tokens, about["role"]), found)
             differences = {f"{name}_difference": found[name] - other[name] for name in found if other is not found}
             rows.append({"data": title} | about | describe(found) | describe(differences))
-        write_table(arguments.results_dir / "index_recall.json", settings(arguments), rows)
+        settings = {name: getattr(arguments, name) for name in ("index_images", "query_images")}
+        write_table(arguments.results_dir / "index_recall.json", settings, rows)
 
 
 def search(
@@ -120,9 +101,8 @@ def search(
     baselines: list[Baseline],
     index_file: str,
     query_file: str | None = None,
-    roles: Sequence[str] = ROLES,
 ) -> list[tuple[Baseline, dict, dict[str, torch.Tensor]]]:
-    """Search the photographs of a data set with each model in each of `roles`. The first model is the teacher, which
+    """Search the photographs of a data set with each model in each of ROLES. The first model is the teacher, which
     is only measured in the last role. Return the model, its description and its scores."""
     index = sample(load_images([index_file], "train"), arguments.index_images, seed=0)
     queries = sample(load_images([query_file], "train"), arguments.query_images, seed=0) if query_file else index
@@ -132,7 +112,7 @@ def search(
     teacher, *others = baselines
     truth = nearest(embed_queries(teacher), embed_index(teacher), leave_out)
     rows = []
-    for baseline, role in [(teacher, roles[-1]), *itertools.product(others, roles)]:
+    for baseline, role in [(teacher, ROLES[-1]), *itertools.product(others, ROLES)]:
         own_index = embed_index(teacher if role == "queries" else baseline)
         if role == "grown":
             own_index[::2] = embed_index(teacher)[::2]
@@ -153,92 +133,6 @@ def embed(arguments: argparse.Namespace, images: datasets.Dataset, baseline: Bas
     pack_linear_layers(baseline.model)
     [found], _ = embed_once(arguments.runs_dir / "embeddings", [baseline], images)
     return found.mean(0)
-
-
-class WeightedLoss(AlignmentLoss):
-    """Weighted sum of the cosine loss and the relational loss (`relational_loss`)."""
-
-    weights = (1, 0)
-
-    def forward(self, outputs, embedding: torch.Tensor, **others) -> torch.Tensor:
-        student_embedding = self.project(outputs.pooler_output).float()
-        losses = (super().forward(outputs, embedding, **others), relational_loss(student_embedding, embedding))
-        return sum(weight * loss for weight, loss in zip(self.weights, losses, strict=True) if weight)
-
-
-def relational_loss(embeddings: torch.Tensor, of_teacher: torch.Tensor) -> torch.Tensor:
-    """Return the mean squared difference between the student's and the teacher's cosines of two images of a batch
-    (after Park et al., *Relational Knowledge Distillation*, CVPR 2019, which compares distances and angles)."""
-    others = ~torch.eye(len(embeddings), dtype=torch.bool, device=embeddings.device)
-    found, expected = (F.normalize(each, dim=1) for each in (embeddings, of_teacher))
-    return F.mse_loss((found @ found.T)[others], (expected @ expected.T)[others])
-
-
-def compare_losses(arguments):
-    kept, *held_out = split_classes(arguments)
-    baselines = load_teachers(arguments.teacher, resolutions=[])
-    changes = {"AlignmentLoss": WeightedLoss, "read_anatomy": remembering(bootstrap.read_anatomy)}
-    with mock.patch.multiple(bootstrap, **changes):
-        for seed, (loss, weights) in itertools.product(arguments.seeds, LOSSES.items()):
-            argv = caltech101.shared_arguments(arguments, arguments.teacher, kept, seed)
-            argv += ["--max_steps", str(arguments.steps), "--num_tokens", *map(str, arguments.tokens)]
-            folder = arguments.runs_dir / f"{loss}-seed{seed}"
-            with mock.patch.object(WeightedLoss, "weights", weights):
-                run_training(bootstrap, folder, argv)
-            baselines += load_students(str(folder), loss)
-    shipped = load_students(arguments.student)
-    baselines += [each for each in shipped if each.model.num_tokens in arguments.tokens]
-    rows = []
-    for title, *files in [["Caltech-101, held-out classes", *held_out], *arguments.data]:
-        runs = {}
-        for baseline, about, found in search(arguments, baselines, *files, roles=ROLES[:1]):
-            about["model"] = baseline.method
-            runs.setdefault((baseline.method, baseline.tokens), []).append((about, found))
-        by_model = {}
-        for (model, tokens), several in runs.items():
-            found = {name: torch.stack([each[name] for _, each in several]) for name in several[0][1]}
-            row = {"data": title} | several[0][0] | {"seeds": len(several)}
-            row |= describe({name: each.mean(0) for name, each in found.items()})
-            for name, cosine in by_model.get(("cosine", tokens), {}).items():
-                differences = found[name] - cosine
-                row |= describe({f"{name}_difference": differences.mean(0)})
-                row[f"{name}_differences"] = differences.mean(1).tolist()
-            by_model[model, tokens] = found
-            rows.append(row)
-    names = ("steps", "seeds", "mixed_precision")
-    write_table(arguments.results_dir / "index_losses.json", settings(arguments, *names), rows)
-
-
-def split_classes(arguments) -> list[str]:
-    """Write three files: training images of the classes in training, and training images and test images of the other
-    classes."""
-    train, test = (load_images([images], "train") for images in (arguments.train, arguments.test))
-    held_out = caltech101.LEFT_OUT
-    kept = {*range(len(class_names(train)))} - {*held_out}
-    parts = {"kept": (train, kept), "held-out-train": (train, held_out), "held-out-test": (test, held_out)}
-    files = {arguments.runs_dir / f"{name}.parquet": part for name, part in parts.items()}
-    for file, part in files.items():
-        caltech101.write_classes(file, *part)
-    return [str(file) for file in files]
-
-
-def remembering(read_anatomy: Callable) -> Callable:
-    """Return `read_anatomy` with saved results of `embed`. Students with the same seed learn from the same views, so
-    the teacher embeds each batch of views only once."""
-    known = {}
-
-    def read(*arguments):
-        anatomy = read_anatomy(*arguments)
-
-        def embed(pixel_values: torch.Tensor) -> torch.Tensor:
-            views = hash(pixel_values.cpu().numpy().tobytes())
-            if views not in known:
-                known[views] = anatomy.embed(pixel_values)
-            return known[views]
-
-        return dataclasses.replace(anatomy, embed=embed)
-
-    return read
 
 
 def search_by_texts(arguments):
@@ -298,12 +192,7 @@ def describe(by_name: dict[str, torch.Tensor]) -> dict[str, float]:
     return described
 
 
-# Function and required arguments of each command.
-COMMANDS = {
-    "models": (compare_models, ()),
-    "losses": (compare_losses, ("train", "test")),
-    "texts": (search_by_texts, ()),
-}
+COMMANDS = {"models": compare_models, "texts": search_by_texts}
 
 
 if __name__ == "__main__":
