@@ -1,27 +1,26 @@
 """Measure students that are bootstrapped from a ViT-S/14, on images of Caltech-101 with 224 x 224 pixels.
 
-    python benchmarks/caltech101.py teacher --model FOLDER --train TRAIN --test TEST
     python benchmarks/caltech101.py students --train TRAIN --test TEST --tokens 16 36 64 --steps 218
     python benchmarks/caltech101.py table
     python benchmarks/caltech101.py compare --test TEST --tome CHECKOUT --diffrate CHECKOUT
-    python benchmarks/caltech101.py shipped --test TEST --tome CHECKOUT --merged 8 20 --results-dir results
+    python benchmarks/caltech101.py shipped --test TEST --results-dir results
     python benchmarks/caltech101.py tome --train TRAIN --test TEST --tome CHECKOUT --merged 40
     python benchmarks/caltech101.py diffrate --train TRAIN --test TEST --diffrate CHECKOUT
     python benchmarks/caltech101.py features --model FOLDER --train TRAIN --test TEST
     python benchmarks/caltech101.py photographs --train TRAIN --test TEST
 
-- `teacher` fine-tunes a pretrained ViT, first on small images and then on images of 224 x 224 pixels.
-- `students` bootstraps the VARIANTS from this teacher, without labels. The elastic variant is also measured with
-  adaptive numbers of tokens. The model of the last step is measured, so test images do not select a model.
+- `students` bootstraps the VARIANTS from a fine-tuned ViT (--teacher), without labels. The elastic variant is also
+  measured with adaptive numbers of tokens. The model of the last step is measured, so test images do not select a
+  model.
 - `table` averages all runs and writes caltech101_students.json, caltech101_adaptive.json and caltech101_elastic.png.
 - `compare` compares students, the teacher, ToMe (github.com/facebookresearch/ToMe) without tuning, and tuned DiffRate.
   The output is compare_caltech101.json and .png. For other data, --title changes the names of these files.
-- `shipped` compares the student in checkpoints/ with its teacher, with the teacher on smaller images before and after
-  fine-tuning, and with ToMe. The output is shipped_caltech101.json and .png.
+- `shipped` compares the student in checkpoints/ with its teacher, and with the teacher on smaller images before and
+  after fine-tuning. The output is shipped_caltech101.json and .png.
 - `tome` and `diffrate` (github.com/OpenGVLab/DiffRate) tune ToMe and DiffRate on the students' views with the
   students' loss. Before this tuning, `diffrate` searches DiffRate's rates with labels.
-- `features` bootstraps from the pretrained ViT without the images of 20 classes, and tests embeddings on these classes
-  (caltech101_features.json). If --title names other data, bootstrapping and test use all classes.
+- `features` bootstraps from a pretrained ViT (--model) without the images of 20 classes, and tests embeddings on these
+  classes (caltech101_features.json). If --title names other data, bootstrapping and test use all classes.
 - `photographs` writes the data of `frugalvit quickstart`: random images of the training data and of the test data.
 
 Finished runs under --runs-dir are reused.
@@ -50,7 +49,7 @@ from frugalvit.evaluation.knn import neighbor_scores
 from frugalvit.macs import count_macs
 from frugalvit.modeling.image_format import ImageFormat
 from frugalvit.pictures import save_figure
-from frugalvit.training import bootstrap, train
+from frugalvit.training import bootstrap
 from frugalvit.training.data import class_names, label_numbers, load_images, sample
 from frugalvit.training.files import atomic_file
 from frugalvit.training.loading import choose_device, choose_mixed_precision, load_model
@@ -98,7 +97,8 @@ LEFT_OUT = range(0, 100, 5)
 def main():
     parser = shared.make_parser(__doc__)
     parser.add_argument("what", choices=COMMANDS)
-    parser.add_argument("--model", help="pretrained ViT to fine-tune")
+    parser.add_argument("--teacher", default=str(checkpoint_path("caltech101-vit")), help="default: caltech101-vit")
+    parser.add_argument("--model", help="pretrained ViT without a classifier")
     parser.add_argument("--train", help="parquet file or folder of training images")
     parser.add_argument("--test", help="parquet file or folder of test images")
     parser.add_argument("--tome", help="checkout of ToMe")
@@ -125,29 +125,6 @@ def run_command(parser, commands: Mapping[str, tuple[Callable, tuple[str, ...]]]
     function(arguments)
 
 
-def train_teacher(arguments):
-    """Fine-tune a teacher for five epochs on images of 112 x 112 pixels, and for 55 steps on 224 x 224 pixels."""
-    common = [
-        *("--dataset", arguments.train, "--eval_split", "none", "--crop", "resized"),
-        *shared.precision_arguments(arguments),
-        *("--attn_implementation", "eager", "--layer_decay", "0.85", "--warmup_steps", "0.1"),
-    ]
-    small, teacher = arguments.runs_dir / "teacher-112", arguments.runs_dir / "teacher"
-    first = ["--model", arguments.model, "--image_size", "112", "--num_train_epochs", "5", "--mixup", "0.1"]
-    first += ["--learning_rate", "3e-4", "--head_multiplier", "5", "--crop_scale", "0.3", "1.0"]
-    shared.run_training(train, small, [*common, *first, "--per_device_train_batch_size", str(BATCH_SIZE)])
-    second = ["--model", str(small), "--max_steps", "55", "--crop_scale", "0.4", "1.0", "--learning_rate", "1e-4"]
-    second += ["--image_size", "224", "--mixup", "0", "--gradient_accumulation_steps", "4"]
-    shared.run_training(train, teacher, [*common, *second, "--per_device_train_batch_size", str(BATCH_SIZE // 4)])
-    print_accuracy(arguments, teacher)
-
-
-def print_accuracy(arguments, folder: Path):
-    anatomy, processor = load_teacher(str(folder), str(choose_device()))
-    logits, labels = outputs_for(arguments, anatomy.run_classifier, ImageFormat.from_processor(processor))
-    print(f"Teacher: {accuracy_of(logits, labels):.2%} of {len(labels):,} test images.")
-
-
 def train_students(arguments):
     for steps, seed, tokens, variant in itertools.product(
         arguments.steps, arguments.seeds, arguments.tokens, arguments.variants
@@ -158,7 +135,7 @@ def train_students(arguments):
 def train_student(arguments, variant: str, tokens: int, steps: int, seed: int) -> list[dict]:
     """Train and measure a student, or reuse its run. Return a row for each number of tokens."""
     folder = arguments.runs_dir / f"{variant.replace(' ', '-')}-{tokens}tokens-{steps}steps-seed{seed}"
-    argv = shared_arguments(arguments, arguments.runs_dir / "teacher", arguments.train, seed)
+    argv = shared_arguments(arguments, arguments.teacher, arguments.train, seed)
     argv += ["--max_steps", str(steps), "--num_tokens", str(tokens), *VARIANTS[variant]]
     shared.run_training(bootstrap, folder, argv)
     about = {"variant": variant, "views": steps * BATCH_SIZE, "seed": seed}
@@ -180,7 +157,7 @@ def measure_student(arguments, folder: Path) -> list[dict]:
     """Measure a student's accuracy, and its cosine with the teacher, on the views in `SEEN`. Return a row for each
     number of tokens, and for each setting of `classify_adaptively` that the student's numbers of tokens allow."""
     model, processor = load_model(folder, "image-classification", "cpu")
-    teacher, _ = load_teacher(str(arguments.runs_dir / "teacher"), str(choose_device()))
+    teacher, _ = load_teacher(arguments.teacher, str(choose_device()))
     counts, image_format = model.config.trained_token_counts, ImageFormat.from_processor(processor)
     rows = {
         count: {"tokens": count, "macs": count_macs(WithTokens(model, count), image_format.size).macs_with_attention}
@@ -289,9 +266,9 @@ def put_on(background: Image.Image, image: Image.Image, index: int) -> Image.Ima
 
 def compare_all(arguments):
     """Compare the first seed's students with the teacher, ToMe and DiffRate."""
-    teacher, seed = arguments.runs_dir / "teacher", arguments.seeds[0]
-    baselines = load_teachers(str(teacher), "ViT-S/14", RESOLUTIONS)
-    original, image_processor = load_teacher(str(teacher))
+    seed = arguments.seeds[0]
+    baselines = load_teachers(arguments.teacher, "ViT-S/14", RESOLUTIONS)
+    original, image_processor = load_teacher(arguments.teacher)
     baselines += [with_random_patches(original, image_processor, (side // 14) ** 2, seed) for side in RESOLUTIONS]
     for variant, method in METHODS.items():
         for folder in sorted(arguments.runs_dir.glob(f"{variant}-*tokens-{arguments.steps[0]}steps-seed{seed}")):
@@ -325,7 +302,7 @@ def measure_peers(arguments):
     """Measure ToMe or DiffRate before and after tuning. DiffRate's rates are searched before both measurements. Tuning
     takes one epoch. Views and loss are the same as for students. The learning rate is the same as for the students'
     inherited weights."""
-    teacher, processor = load_teacher(str(arguments.runs_dir / "teacher"))
+    teacher, processor = load_teacher(arguments.teacher)
     rows, settings = [], {"seeds": arguments.seeds}
     if arguments.what == "diffrate":
         settings |= {"search_macs": arguments.search_macs, "rates": "searched with labels"}
@@ -447,17 +424,13 @@ def classified_rightly(
 
 
 def compare_shipped(arguments):
-    """Compare the shipped student with its teacher, with the teacher on smaller images, and with ToMe. The
-    accuracies of fine-tuned teachers are read from the results of small_images.py, if this file exists. The student's
-    mean accuracy includes the students that the command `students` has trained with other seeds."""
-    teacher = str(checkpoint_path("caltech101-vit"))
-    baselines = load_teachers(teacher, "ViT-S/14", RESOLUTIONS)
+    """Compare the shipped student with its teacher, and with the teacher on smaller images. The accuracies
+    of fine-tuned teachers are read from the results of small_images.py, if this file exists. The student's mean
+    accuracy includes the students that the command `students` has trained with other seeds."""
+    baselines = load_teachers(arguments.teacher, "ViT-S/14", RESOLUTIONS)
     folders = [checkpoint_path("caltech101-sparseformer"), *sorted(arguments.runs_dir.glob("elastic-64tokens-*"))]
     for number, folder in enumerate(folders):
         baselines += load_students(str(folder), METHODS["elastic"] if number == 0 else SEEDS, "student")
-    if arguments.tome:
-        original, image_processor = load_teacher(teacher)
-        baselines += [merging(original, image_processor, arguments.tome, merged) for merged in arguments.merged]
     images = load_images([arguments.test], "train")
     rows = measure(arguments, baselines, images)
     tuned = shared.read_rows(arguments.results_dir / "small_images_caltech101.json")
@@ -571,7 +544,6 @@ def draw_photographs(arguments):
 
 # Function and required arguments of each command.
 COMMANDS = {
-    "teacher": (train_teacher, ("model", "train", "test")),
     "students": (train_students, ("train", "test")),
     "table": (make_table, ()),
     "compare": (compare_all, ("test",)),

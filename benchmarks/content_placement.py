@@ -93,7 +93,8 @@ def make_teacher(arguments):
         model.classifier.bias.copy_(probe.linear.bias - model.classifier.weight.cpu() @ probe.mean)
     model.save_pretrained(folder)
     processor.save_pretrained(folder)
-    caltech101.print_accuracy(arguments, folder)
+    logits, labels = caltech101.outputs_for(arguments, anatomy.run_classifier, image_format)
+    print(f"Teacher: {caltech101.accuracy_of(logits, labels):.2%} of {len(labels):,} test images.")
 
 
 def accuracies(arguments, classify: Callable, image_format: ImageFormat) -> dict[str, float]:
