@@ -352,8 +352,8 @@ def as_timm(teacher: nn.Module | Anatomy) -> PooledViT:
             qkv = torch.cat([block[f"attention.{letter}_proj.{name}"] for letter in "qkv"])
             weights[f"blocks.{index}.attn.qkv.{name}"] = qkv
     vit.load_state_dict(weights)
-    vit.to(anatomy.device)
     images = make_example(anatomy)
+    vit.to(images.device)
     with evaluation_mode(anatomy.model):
         value = relative_difference(vit(images).embedding, anatomy.embed(images))
     if not value < TOLERANCE:

@@ -86,11 +86,6 @@ class AgentCNNConfig(VisionConfig):
     batch_norm_eps: float | int = positive(default=1e-5)
     initialization: Literal["default", "reference"] = "default"
 
-    def __post_init__(self, **kwargs):
-        if self.intermediate_size is None:
-            self.intermediate_size = 4 * self.hidden_size
-        super().__post_init__(**kwargs)
-
     @property
     def stride(self) -> int:
         """Stride of the last feature map in pixels."""

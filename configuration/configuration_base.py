@@ -124,6 +124,12 @@ class VisionConfig(FrugalViTConfig):
     resize_size: int | None = at_least(1)(default=None)
     resample: int = 2
 
+    def __post_init__(self, **kwargs):
+        # Some subclasses have no field `intermediate_size`.
+        if getattr(self, "intermediate_size", 0) is None:
+            self.intermediate_size = 4 * self.hidden_size
+        super().__post_init__(**kwargs)
+
     def validate_preprocessing(self):
         """Check that `image_mean` and `image_std` are both set or both `None`. If they are lists, check that they have
         one value for each channel."""
@@ -205,7 +211,7 @@ class SparseFormerBaseConfig(BackboneConfigMixin, VisionConfig):
     # The configurations of CLIPs and VLMs have a SparseFormer's configuration in the field `vision_config`.
     base_config_key = "vision_config"
     attribute_map = {"layer_norm_epsilon": "layer_norm_eps"}
-    keys_to_ignore_at_inference = ["rois", "sampling_points", "focusing_hidden_states", "stem_features", "token_maps"]
+    keys_to_ignore_at_inference = ["rois", "sampling_points", "stem_features", "token_maps"]
     known_norms = {"query_key", "attention", "mlp"}
 
     image_size: Size = at_least(4)(default=224)
@@ -244,8 +250,6 @@ class SparseFormerBaseConfig(BackboneConfigMixin, VisionConfig):
     def __post_init__(self, **kwargs):
         if self.num_attention_heads is None:
             self.num_attention_heads = max(self.hidden_size // 64, 1)
-        if self.intermediate_size is None:
-            self.intermediate_size = 4 * self.hidden_size
         names = kwargs.pop("out_features", None)
         numbers = kwargs.pop("out_indices", None)
         if names is None and numbers is None and self.feature_scales:

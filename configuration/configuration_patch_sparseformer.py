@@ -1,5 +1,6 @@
 """Configuration of PatchSparseFormers."""
 
+import itertools
 import math
 from typing import Literal
 
@@ -73,26 +74,29 @@ class PatchSparseFormerConfig(SparseFormerBaseConfig):
             return self.token_grid
         if num_tokens < 1:
             raise ValueError(f"`{argument}` is {num_tokens}, expected at least 1.")
-        height, width = pair(self.image_size)
-        grids = [(rows, num_tokens // rows) for rows in range(1, num_tokens + 1) if num_tokens % rows == 0]
-        # Logarithms of the cells' aspect ratios.
-        stretch, grid = min(
-            (abs(math.log(height * columns / (width * rows))), (rows, columns)) for rows, columns in grids
-        )
-        if stretch > math.log(2) + 1e-6:
-            # A grid with `rows * squares` columns has square cells. Half to twice as many columns are allowed.
-            squares = width / height
-            fitting = {
-                rows * columns
-                for rows in range(1, math.isqrt(int(8 * (num_tokens + 2) / squares)) + 2)
-                for columns in range(math.ceil(rows * squares / 2), math.floor(rows * squares * 2) + 1)
-            }
-            nearest = sorted(sorted(fitting, key=lambda count: (abs(count - num_tokens), count))[:3])
+        grid = self._squarest_grid(num_tokens)
+        if grid is None:
+            distances = itertools.count(1)
+            counts = (count for distance in distances for count in (num_tokens - distance, num_tokens + distance))
+            fitting = (count for count in counts if count > 0 and self._squarest_grid(count) is not None)
+            nearest = sorted(itertools.islice(fitting, 3))
+            height, width = pair(self.image_size)
             raise ValueError(
                 f"`{argument}` is {num_tokens}, which makes no grid of nearly square cells in images of {height} x "
                 f"{width} pixels; choose {', '.join(map(str, nearest))} or another number that does."
             )
         return grid
+
+    def _squarest_grid(self, num_cells: int) -> tuple[int, int] | None:
+        """Return the grid of `num_cells` cells that are as close to squares as possible in images of `image_size`. If
+        one side of these cells is more than twice as long as the other side, return None."""
+        height, width = pair(self.image_size)
+        grids = [(rows, num_cells // rows) for rows in range(1, num_cells + 1) if num_cells % rows == 0]
+        # Logarithms of the cells' aspect ratios.
+        stretch, grid = min(
+            (abs(math.log(height * columns / (width * rows))), (rows, columns)) for rows, columns in grids
+        )
+        return grid if stretch <= math.log(2) + 1e-6 else None
 
     def validate_placement(self):
         """Check that a grid exists for each number of tokens in the configuration."""

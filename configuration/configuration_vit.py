@@ -58,11 +58,6 @@ class PlainViTConfig(AttentionStartConfig):
     drop_path_rate: float | int = rate(default=0.0)
     initializer_range: float | int = positive(default=0.02)
 
-    def __post_init__(self, **kwargs):
-        if self.intermediate_size is None:
-            self.intermediate_size = 4 * self.hidden_size
-        super().__post_init__(**kwargs)
-
     @property
     def grid(self) -> tuple[int, int]:
         """Number of rows and number of columns of patches."""

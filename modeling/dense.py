@@ -112,8 +112,8 @@ class FeatureMaps(nn.Module):
 
     def __init__(self, config):
         super().__init__()
+        self.config = config
         self.stride = pair(config.feature_stride)
-        self.stage_names = tuple(config.stage_names)
         self.num_prefix_tokens = config.num_prefix_tokens
         scales = config.feature_scales or [1] * len(config.out_features)
         self.scales = dict(zip(config.out_features, scales, strict=True))
@@ -141,7 +141,6 @@ class FeatureMaps(nn.Module):
         rois: torch.Tensor,
         pixel_values: torch.Tensor,
         norm: nn.Module,
-        names: list[str],
     ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
         """
         Args:
@@ -150,21 +149,20 @@ class FeatureMaps(nn.Module):
             rois (`torch.Tensor` of shape `(batch, tokens, 4)`): RoIs of the tokens.
             pixel_values (`torch.Tensor` of shape `(batch, num_channels, height, width)`): The images.
             norm (`nn.Module`): Norm that is applied to the hidden states.
-            names (`list[str]`):
-                Names of layers. If a layer is not in `config.out_features`, the scale of its feature map is 1, and no
-                upsampler refines the map.
 
         Returns:
-            Feature maps, each `(batch, hidden_size, rows, columns)`, and the `assignment_weights` of the last map.
+            Feature maps of the layers in `config.out_features`, each `(batch, hidden_size, rows, columns)`, and the
+            `assignment_weights` of the last map.
         """
         maps = []
         weights_by_scale = {}
-        for name in names:
+        for name, index in zip(self.config.out_features, self.config.out_indices, strict=True):
+            # Layers that were chosen after the module was made have neither a scale nor an upsampler.
             scale = self.scales.get(name, 1)
             if scale not in weights_by_scale:
                 weights_by_scale[scale] = assignment_weights(rois, *self.size_of(pixel_values, scale))
             weights = weights_by_scale[scale]
-            states = hidden_states[self.stage_names.index(name)][:, self.num_prefix_tokens :]
+            states = hidden_states[index][:, self.num_prefix_tokens :]
             features = scatter_to_grid(norm(states), weights)
             if name in self.upsamplers:
                 features = self.upsamplers[name](features, pixel_values, place_in_token(rois, weights))

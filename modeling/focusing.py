@@ -249,7 +249,7 @@ class SparseFormerMixing(nn.Module):
         bottleneck = config.mixing_hidden_size or hidden_size // 4
         self.layernorm = nn.LayerNorm(hidden_size, eps=config.focusing_layer_norm_eps)
         self.bottleneck = nn.Linear(hidden_size, bottleneck)
-        self.generator = nn.Linear(bottleneck, sum(rows * columns for rows, columns in self.shapes))
+        self.generator = nn.Linear(bottleneck, sum(math.prod(shape) for shape in self.shapes))
         if config.is_v1:
             self.channel_bias = nn.Parameter(torch.empty(config.stem_channels))
             self.point_bias = nn.Parameter(torch.empty(config.num_mixed_points, 1))
@@ -268,16 +268,11 @@ class SparseFormerMixing(nn.Module):
             Mixed features, `(batch, tokens, hidden_size)`.
         """
         parameters = self.generator(self.bottleneck(self.layernorm(tokens)))
-        channel_matrix, point_matrix = (
-            matrix.unflatten(-1, shape)
-            for matrix, shape in zip(
-                parameters.split([rows * columns for rows, columns in self.shapes], dim=-1), self.shapes, strict=True
-            )
-        )
-        mixed = sampled.to(parameters.dtype) @ channel_matrix
+        channel_matrix, point_matrix = parameters.split([math.prod(shape) for shape in self.shapes], dim=-1)
+        mixed = sampled.to(parameters.dtype) @ channel_matrix.unflatten(-1, self.shapes[0])
         if self.channel_bias is not None:
             mixed = F.gelu(mixed + self.channel_bias).to(parameters.dtype)
-        mixed = point_matrix @ mixed
+        mixed = point_matrix.unflatten(-1, self.shapes[1]) @ mixed
         if self.point_bias is not None:
             mixed = mixed + self.point_bias
         return self.out_proj(F.gelu(mixed).flatten(2))

@@ -25,7 +25,7 @@ from .impulse import (
 
 
 SOLVERS = ("closed_form", "adam", "adam_bounded", "pinv")
-PSEUDO_INPUTS = ("pe", "uniform", "gaussian", "pe+uniform")
+PSEUDO_INPUTS = ("pe", "uniform", "pe+uniform")
 VALUE_INITS = ("default", "mimetic")
 
 
@@ -216,8 +216,8 @@ def impulse_init_(
             2025 version, in which the offsets are not random.
         pseudo_input (`str` or pair of `str`, *optional*, defaults to `"pe"`):
             Pseudo input of all layers, or a pair: the pseudo input of the first layer and that of all other layers
-            (table 6). `"pe"` is the positions, `"uniform"` is noise from -1 to 1, `"gaussian"` is normal noise, and
-            `"pe+uniform"` is the sum of positions and uniform noise.
+            (table 6). `"pe"` is the positions, `"uniform"` is noise from -1 to 1, and `"pe+uniform"` is the sum of
+            positions and noise.
         per_layer (`bool`, *optional*, defaults to `True`): Whether layers differ in offsets and weights.
         value_init (`str`, *optional*, defaults to `"mimetic"`):
             `"mimetic"` initializes values and output projections as `mimetic_init_` does. `"default"` does not change
@@ -283,13 +283,14 @@ def impulse_init_(
     if solver == "pinv":
         solve = functools.partial(solve_pinv, generator=generator)
     report = InitializationReport()
-    solved_inputs = None
+    solved_kind = solved_inputs = None
     bar = tqdm(vit.layers, desc="Algorithm 1, layers", leave=False, disable=None if iterates else True)
     for index, layer in enumerate(bar):
-        normalized = _normalize(layer.norm, inputs[first_and_later[min(index, 1)]])
+        kind = first_and_later[min(index, 1)]
+        normalized = _normalize(layer.norm, inputs[kind])
         offsets = all_offsets[index if per_layer else 0]
-        first_of_kind = index < 2 and (index == 0 or first_and_later[0] != first_and_later[1])
-        if per_layer or first_of_kind:
+        if per_layer or kind != solved_kind:
+            solved_kind = kind
             targets = [impulse_matrix(*vit.grid, offset).to(normalized) for offset in offsets]
             # If a layer has the same input as the layer before, the solutions for equal offsets are reused.
             if solved_inputs is None or not torch.equal(solved_inputs, normalized):
@@ -456,12 +457,7 @@ def _pseudo_input(kind: str, vit: TransformerParts, generator: torch.Generator |
         positions = _normalize(vit.pre_norm, positions)
     if kind == "pe":
         return positions
-    noise = torch.empty(positions.shape)
-    if kind == "gaussian":
-        noise.normal_(generator=generator)
-    else:
-        noise.uniform_(-1, 1, generator=generator)
-    noise = noise.to(positions)
+    noise = torch.empty(positions.shape).uniform_(-1, 1, generator=generator).to(positions)
     return noise + positions if kind == "pe+uniform" else noise
 
 

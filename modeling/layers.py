@@ -35,7 +35,7 @@ def in_float32(values: torch.Tensor) -> torch.Tensor:
     return values.to(torch.promote_types(values.dtype, torch.float32))
 
 
-def eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
+def eager_attention_forward(module, query, key, value, attention_mask, scaling, **kwargs):
     """Compute attention with a softmax in float32.
 
     Returns:
@@ -45,7 +45,6 @@ def eager_attention_forward(module, query, key, value, attention_mask, scaling, 
     if attention_mask is not None:
         weights = weights + attention_mask
     weights = F.softmax(weights, dim=-1, dtype=torch.promote_types(weights.dtype, torch.float32)).to(query.dtype)
-    weights = F.dropout(weights, p=dropout, training=module.training)
     return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
 
 
@@ -74,17 +73,20 @@ def rotary_table(
 
 
 def rotate_tokens(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, first: int) -> torch.Tensor:
-    """Rotate the queries or keys of all tokens from index `first` on.
+    """Rotate the queries or keys of all tokens from index `first` on. Channel i rotates with channel i + head_dim / 2.
 
     Args:
         states (`torch.Tensor` of shape `(batch, heads, tokens, head_dim)`): Queries or keys.
-        cos, sin (`torch.Tensor` of shape `(batch, rotated tokens, head_dim / 2)`): Results of `rotary_table`.
+        cos, sin (`torch.Tensor` of shape `(batch, rotated tokens, head_dim / 2)`):
+            Results of `rotary_table`. A batch of 1 is used for all images.
     """
     if states.shape[2] <= first:
         return states
     cos = cos.unsqueeze(1).to(states.dtype)
     sin = sin.unsqueeze(1).to(states.dtype)
-    return torch.cat([states[:, :, :first], rotate_half(states[:, :, first:], cos, sin)], dim=2)
+    low, high = states[:, :, first:].chunk(2, dim=-1)
+    rotated = torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
+    return torch.cat([states[:, :, :first], rotated], dim=2)
 
 
 def rotary_embeddings(config, rois: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -95,13 +97,6 @@ def rotary_embeddings(config, rois: torch.Tensor) -> tuple[torch.Tensor, torch.T
     head_dim = config.hidden_size // config.num_attention_heads
     top, left, bottom, right = config.rope_coordinates
     return rotary_table(centers, config.rope_theta, (bottom - top, right - left), (top, left), head_dim)
-
-
-def rotate_half(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate each pair of channels i and i + head_dim / 2 of `states`, `(batch, heads, tokens, head_dim)`. `cos` and
-    `sin` have a shape that broadcasts to `(batch, heads, tokens, head_dim / 2)`."""
-    first, second = states.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
 class SelfAttention(nn.Module):
@@ -390,8 +385,6 @@ class SparseFormerModelOutput(BaseModelOutputWithPooling):
             tokens, 4)` float32. The values are left, top, right and bottom, 0 to 1 across the image, not clamped.
         sampling_points (`tuple`, *optional*, with `output_rois=True`):
             Points of each sampling, `(batch, latent tokens, points, 2)` float32: x and y, 0 to 1 across the image.
-        focusing_hidden_states (`tuple`, *optional*, with `output_focusing_hidden_states=True`):
-            Tokens `(batch, latent tokens, focusing_hidden_size)` after each focusing iteration.
         stem_features (`torch.FloatTensor`, *optional*, with `output_stem_features=True`):
             Feature map that tokens sample, `(batch, stem_channels, height / 4, width / 4)`.
         attention_forecast (`torch.FloatTensor`, *optional*, with `output_attention_forecast=True`):
@@ -402,18 +395,16 @@ class SparseFormerModelOutput(BaseModelOutputWithPooling):
 
     rois: tuple[torch.FloatTensor, ...] | None = None
     sampling_points: tuple[torch.FloatTensor, ...] | None = None
-    focusing_hidden_states: tuple[torch.FloatTensor, ...] | None = None
     stem_features: torch.FloatTensor | None = None
     attention_forecast: torch.FloatTensor | None = None
 
 
 @dataclass
 class SparseFormerImageClassifierOutput(ImageClassifierOutput):
-    """`ImageClassifierOutput` with the RoIs, sampling points and focusing states of a `SparseFormerModelOutput`."""
+    """`ImageClassifierOutput` with the RoIs and sampling points of a `SparseFormerModelOutput`."""
 
     rois: tuple[torch.FloatTensor, ...] | None = None
     sampling_points: tuple[torch.FloatTensor, ...] | None = None
-    focusing_hidden_states: tuple[torch.FloatTensor, ...] | None = None
 
 
 @dataclass
@@ -427,7 +418,6 @@ class SparseFormerVisionModelWithProjectionOutput(ModelOutput):
     attentions: tuple[torch.FloatTensor, ...] | None = None
     rois: tuple[torch.FloatTensor, ...] | None = None
     sampling_points: tuple[torch.FloatTensor, ...] | None = None
-    focusing_hidden_states: tuple[torch.FloatTensor, ...] | None = None
     stem_features: torch.FloatTensor | None = None
     attention_forecast: torch.FloatTensor | None = None
 
@@ -491,12 +481,8 @@ class SparseFormerBasePreTrainedModel(HubModel):
 
 
 def check_num_tokens(config, num_tokens: int) -> int:
-    """Check and return `num_tokens`. Warn once if the model was not trained with this number of latent tokens.
-
-    Raises:
-        ValueError: if `num_tokens` is below 1 or above `num_latent_tokens`, or if a PatchSparseFormer has no grid with
-            that number of cells.
-    """
+    """Check and return `num_tokens`. Warn once if the model was not trained with this number of latent tokens. Raise a
+    ValueError in the cases of `SparseFormerBasePreTrainedModel.set_num_tokens`."""
     if type(num_tokens) is not int or not 1 <= num_tokens <= config.num_latent_tokens:
         raise ValueError(
             f"`num_tokens` is {num_tokens!r}, expected 1 to {config.num_latent_tokens}, the number of latent tokens "

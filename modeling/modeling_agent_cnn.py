@@ -99,10 +99,8 @@ class AgentCNNPreTrainedModel(HubModel):
     embeds = {"image": ("forward", "pooler_output")}
     _no_split_modules = ["AgentCNNEmbeddings", "AgentCNNLayer"]
     _can_compile_fullgraph = True
+    _input_embed_layer = "projection"
     _can_record_outputs = {"hidden_states": AgentCNNLayer}
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.base_model.embeddings.projection
 
     @torch.no_grad()
     def _init_weights(self, module):
@@ -170,9 +168,6 @@ class AgentCNNModel(AgentCNNPreTrainedModel):
 
 class AgentCNNForImageClassification(AgentCNNPreTrainedModel):
     """Agent CNN with a linear classifier on the mean of its feature map."""
-
-    # `Trainer` may pass `num_items_in_batch`. `image_classification_loss` divides the summed loss by this number.
-    accepts_loss_kwargs = True
 
     def __init__(self, config: AgentCNNConfig):
         super().__init__(config)

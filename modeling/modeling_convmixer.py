@@ -90,10 +90,8 @@ class ConvMixerPreTrainedModel(HubModel):
     embeds = {"image": ("forward", "pooler_output")}
     _no_split_modules = ["ConvMixerEmbeddings", "ConvMixerLayer"]
     _can_compile_fullgraph = True
+    _input_embed_layer = "projection"
     _can_record_outputs = {"hidden_states": ConvMixerLayer}
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.base_model.embeddings.projection
 
     @torch.no_grad()
     def _init_weights(self, module):
@@ -156,9 +154,6 @@ class ConvMixerModel(ConvMixerPreTrainedModel):
 
 class ConvMixerForImageClassification(ConvMixerPreTrainedModel):
     """ConvMixer with a linear classifier on the mean of its feature map."""
-
-    # `Trainer` may pass `num_items_in_batch`. `image_classification_loss` divides the summed loss by this number.
-    accepts_loss_kwargs = True
 
     def __init__(self, config: ConvMixerConfig):
         super().__init__(config)

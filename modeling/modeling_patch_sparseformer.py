@@ -187,13 +187,11 @@ class PatchSparseFormerPreTrainedModel(SparseFormerBasePreTrainedModel):
         "AutoModelForImageClassification": "PatchSparseFormerForImageClassification",
     }
     _no_split_modules = ["PatchSparseFormerEmbeddings", "EncoderLayer"]
+    _input_embed_layer = "projection"
     _can_record_outputs = {
         "hidden_states": OutputRecorder(EncoderLayer, index=0, layer_name="layers"),
         "attentions": OutputRecorder(SelfAttention, index=1, layer_name="layers"),
     }
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.base_model.embeddings.projection
 
     @torch.no_grad()
     def _init_weights(self, module):
@@ -262,8 +260,7 @@ class PatchSparseFormerPreTrainedModel(SparseFormerBasePreTrainedModel):
             num_latent_tokens (`int`, *optional*):
                 Number of latent tokens. By default, a quarter of the number of the teacher's patches.
             truncate (`float` or `int`, *optional*, defaults to 0):
-                Leading blocks to leave out. A value below 1 is a fraction of the teacher's blocks. A value of at least
-                1 is a number of blocks (1.0 is one block).
+                Leading blocks to leave out, as in `SparseFormerPreTrainedModel.from_teacher`.
 
         Raises:
             ValueError: in the cases of `SparseFormerPreTrainedModel.from_teacher`.
@@ -336,19 +333,15 @@ class PatchSparseFormerModel(PatchSparseFormerPreTrainedModel):
             pixel_values (`torch.FloatTensor` of shape `(batch, num_channels, height, width)`):
                 Normalized images of any size.
             num_tokens (`int` or `torch.LongTensor` of shape `(batch,)`, *optional*):
-                Number of latent tokens, or a tensor with one number for each image. By default, the number is
-                `config.num_tokens` or, if `config.num_tokens` is None, `config.num_latent_tokens`. With a tensor,
-                tokens are padded to the largest number, and no token attends to padding. The model warns once if a
-                number is not in `config.trained_token_counts`.
+                Number of latent tokens, as in `SparseFormerModel.forward`, or a tensor with one number for each image.
+                With a tensor, tokens are padded to the largest number, and no token attends to padding.
             placement (`str`, *optional*):
                 `"grid"` or `"content"`. By default, cells are those of `config.placement`. `"content"` needs a model
                 with another `config.placement` than `"grid"`.
             output_rois (`bool`, *optional*, defaults to `False`): Return `rois`.
             output_attention_forecast (`bool`, *optional*, defaults to `False`):
                 Return `attention_forecast`. `num_tokens` must not be a tensor.
-            output_tokens (`bool`, *optional*, defaults to `True`):
-                Return all tokens in `last_hidden_state`. With `False` and `pooling="cls"`, the last block computes
-                only class tokens. If `hidden_states` or `attentions` are returned, all tokens are computed.
+            output_tokens (`bool`, *optional*, defaults to `True`): Argument of `SparseFormerModel.forward`.
 
         Raises:
             ValueError: if `num_tokens` is below 1 or above `config.num_latent_tokens`, if no grid has that number of
@@ -435,9 +428,6 @@ class PatchSparseFormerModel(PatchSparseFormerPreTrainedModel):
 
 class PatchSparseFormerForImageClassification(AdaptiveClassifierMixin, PatchSparseFormerPreTrainedModel):
     """PatchSparseFormer with a linear classifier on the pooled embedding."""
-
-    # `Trainer` may pass `num_items_in_batch`. `image_classification_loss` divides the summed loss by this number.
-    accepts_loss_kwargs = True
 
     def __init__(self, config: PatchSparseFormerConfig):
         super().__init__(config)

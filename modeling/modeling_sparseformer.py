@@ -58,10 +58,6 @@ class SparseFormerPreTrainedModel(SparseFormerBasePreTrainedModel):
             OutputRecorder(EncoderLayer, index=0, layer_name="layers"),
             OutputRecorder(SparseFormerV1FocusingLayer, index=0, layer_name="layers"),
         ],
-        "focusing_hidden_states": [
-            OutputRecorder(SparseFormerFocusingLayer, index=0, layer_name="focusing_layer"),
-            OutputRecorder(SparseFormerV1FocusingLayer, index=0, layer_name="focusing_layer"),
-        ],
         "attentions": OutputRecorder(SelfAttention, index=1, layer_name="layers"),
     }
 
@@ -232,7 +228,6 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
         pixel_values: torch.Tensor,
         num_tokens: int | None = None,
         output_rois: bool = False,
-        output_focusing_hidden_states: bool = False,
         output_stem_features: bool = False,
         output_tokens: bool = True,
         features: torch.Tensor | None = None,
@@ -247,8 +242,6 @@ class SparseFormerModel(SparseFormerPreTrainedModel):
                 `config.num_tokens` or, if `config.num_tokens` is None, `config.num_latent_tokens`. The model warns
                 once if the number is not in `config.trained_token_counts`.
             output_rois (`bool`, *optional*, defaults to `False`): Return `rois` and `sampling_points`.
-            output_focusing_hidden_states (`bool`, *optional*, defaults to `False`):
-                Return `focusing_hidden_states`.
             output_stem_features (`bool`, *optional*, defaults to `False`): Return `stem_features`.
             output_tokens (`bool`, *optional*, defaults to `True`):
                 Return all tokens in `last_hidden_state`. With `False` and `pooling="cls"`, the last block computes
@@ -310,9 +303,6 @@ class SparseFormerForImageClassification(AdaptiveClassifierMixin, SparseFormerPr
     computes all tokens, for example for a forward hook.
     """
 
-    # `Trainer` may pass `num_items_in_batch`. `image_classification_loss` divides the summed loss by this number.
-    accepts_loss_kwargs = True
-
     def __init__(self, config: SparseFormerConfig):
         super().__init__(config)
         self.num_labels = config.num_labels
@@ -343,7 +333,6 @@ class SparseFormerForImageClassification(AdaptiveClassifierMixin, SparseFormerPr
             attentions=outputs.attentions,
             rois=outputs.rois,
             sampling_points=outputs.sampling_points,
-            focusing_hidden_states=outputs.focusing_hidden_states,
         )
 
 

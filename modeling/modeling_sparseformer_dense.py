@@ -109,7 +109,7 @@ class FeatureMapsMixin(DenseInitializationMixin, BackboneMixin):
         kwargs |= {"num_tokens": num_tokens, "output_rois": True, "return_dict": True}
         outputs = self.base_model(pixel_values, **kwargs)
         norm = self.base_model.layernorm
-        maps, _ = self.feature_maps(outputs.hidden_states, outputs.rois[-1], pixel_values, norm, self.out_features)
+        maps, _ = self.feature_maps(outputs.hidden_states, outputs.rois[-1], pixel_values, norm)
         if not self.config.reshape_hidden_states:
             # Each map becomes a sequence. The first token is the layer's [CLS] or, if the model has no [CLS], the mean
             # of the layer's tokens. The cells of the map follow.
@@ -267,11 +267,7 @@ class PatchSparseFormerForSemanticSegmentation(SegmenterMixin, PatchSparseFormer
         kwargs |= {"output_rois": True, "return_dict": True}
         outputs = self.sparseformer(pixel_values, **kwargs)
         maps, token_maps = self.feature_maps(
-            outputs.hidden_states,
-            outputs.rois[-1],
-            pixel_values,
-            self.sparseformer.layernorm,
-            self.config.out_features,
+            outputs.hidden_states, outputs.rois[-1], pixel_values, self.sparseformer.layernorm
         )
         logits = self.decode_head(maps)
         return SparseFormerSemanticSegmenterOutput(

@@ -80,9 +80,6 @@ class ViTContextBroadcastForImageClassification(ViTContextBroadcastPreTrainedMod
     """Vision transformer with Context Broadcasting and a linear classifier on [CLS]. With a distillation token, there
     is a second classifier on this token, and the logits are the mean of both classifiers' logits."""
 
-    # `Trainer` may pass `num_items_in_batch`. `image_classification_loss` divides the summed loss by this number.
-    accepts_loss_kwargs = True
-
     def __init__(self, config: ViTContextBroadcastConfig):
         super().__init__(config)
         self.num_labels = config.num_labels

@@ -63,9 +63,6 @@ class ViTImpulseInitModel(ViTImpulseInitPreTrainedModel, ViTModel):
 class ViTImpulseInitForImageClassification(ViTImpulseInitPreTrainedModel):
     """Vision transformer with a linear classifier on the pooled embedding."""
 
-    # `Trainer` may pass `num_items_in_batch`. `image_classification_loss` divides the summed loss by this number.
-    accepts_loss_kwargs = True
-
     def __init__(self, config: ViTImpulseInitConfig):
         super().__init__(config)
         self.num_labels = config.num_labels

@@ -6,12 +6,12 @@ from torch import nn
 from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPooling
+from transformers.models.vit.modeling_vit import ViTPatchEmbeddings
 from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
-from ..configuration.configuration_base import pair
 from .hub import HubModel
 from .impulse import sincos_position_encoding
 from .layers import MLP, DropPath, SelfAttention, in_float32, uniform_init_
@@ -24,22 +24,6 @@ def interpolate_positions(positions: torch.Tensor, grid: tuple[int, int], size: 
     patches = positions[:, num_prefix_tokens:].unflatten(1, grid).permute(0, 3, 1, 2)
     patches = F.interpolate(in_float32(patches), size, mode="bicubic", align_corners=False).flatten(2).mT
     return torch.cat([positions[:, :num_prefix_tokens], patches.to(positions.dtype)], dim=1)
-
-
-class ViTPatchEmbeddings(nn.Module):
-    """Patch embedding from pixels `(batch, num_channels, height, width)` to tokens `(batch, patches, hidden_size)`."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.image_size = pair(config.image_size)
-        self.patch_size = pair(config.patch_size)
-        self.num_patches = config.grid[0] * config.grid[1]
-        self.projection = nn.Conv2d(
-            config.num_channels, config.hidden_size, kernel_size=self.patch_size, stride=self.patch_size
-        )
-
-    def forward(self, pixel_values: torch.Tensor) -> torch.Tensor:
-        return self.projection(pixel_values).flatten(2).mT
 
 
 class ViTEmbeddings(nn.Module):
@@ -93,8 +77,9 @@ class ViTEmbeddings(nn.Module):
         tokens = torch.cat([token.expand(tokens.shape[0], -1, -1) for token in prefix] + [tokens], dim=1)
         if interpolate_pos_encoding:
             return tokens + self.interpolate_pos_encoding(height, width).to(tokens.dtype)
-        if (height, width) != self.patch_embeddings.image_size:
-            expected = " x ".join(map(str, self.patch_embeddings.image_size))
+        image_size = tuple(self.patch_embeddings.image_size)
+        if (height, width) != image_size:
+            expected = " x ".join(map(str, image_size))
             raise ValueError(
                 f"`pixel_values` has images of {height} x {width} pixels, expected {expected}. Resize them, or pass "
                 "`interpolate_pos_encoding=True`."
@@ -134,13 +119,11 @@ class ViTPreTrainedModel(HubModel):
     _supports_flex_attn = True
     _supports_attention_backend = True
     _can_compile_fullgraph = True
+    _input_embed_layer = "patch_embeddings"
     _can_record_outputs = {
         "hidden_states": ViTLayer,
         "attentions": OutputRecorder(SelfAttention, index=1),
     }
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.base_model.embeddings.patch_embeddings
 
     @torch.no_grad()
     def _init_weights(self, module):

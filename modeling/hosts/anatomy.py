@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..layers import rotary_table, rotate_half
+from ..layers import rotary_table, rotate_tokens
 
 
 # Keys: class names of activations in lower case, without "pytorch" and "activation". Values: keys of `ACT2FN`.
@@ -181,10 +181,9 @@ class Rotary:
         rotate the patch tokens. The patches form `grid` (rows, columns)."""
         axes = [(torch.arange(count, device=states.device) + 0.5) / count for count in grid]
         centers = torch.cartesian_prod(*axes)
-        cos, sin = rotary_table(centers, self.theta, self.scale, self.shift, states.shape[-1])
+        cos, sin = rotary_table(centers.unsqueeze(0), self.theta, self.scale, self.shift, states.shape[-1])
         states = states[..., self.channels.to(states.device)]
-        prefix, patches = states.split([states.shape[2] - len(centers), len(centers)], dim=2)
-        return torch.cat([prefix, rotate_half(patches, cos.to(states.dtype), sin.to(states.dtype))], dim=2)
+        return rotate_tokens(states, cos, sin, states.shape[2] - len(centers))
 
 
 @dataclass(frozen=True, eq=False)
@@ -341,10 +340,6 @@ class Anatomy:
         if self.pooling.mode == "cls":
             return len(self.pooling.class_tokens or range(self.num_class_tokens)) * hidden_size
         return hidden_size
-
-    @property
-    def device(self) -> torch.device:
-        return next(self.model.parameters()).device
 
     @property
     def position_table(self) -> torch.Tensor | None:

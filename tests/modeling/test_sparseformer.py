@@ -49,9 +49,9 @@ class TestOutputs:
             model = make_model(model_class, generation)
             model.set_attn_implementation("eager")
             plain = model(pixel_values, output_tokens=True)
-            for name in ("rois", "sampling_points", "focusing_hidden_states", "hidden_states", "attentions"):
+            for name in ("rois", "sampling_points", "hidden_states", "attentions"):
                 assert getattr(plain, name) is None
-            requested = ("rois", "focusing_hidden_states", "hidden_states", "attentions")
+            requested = ("rois", "hidden_states", "attentions")
             outputs = model(pixel_values, **{f"output_{name}": True for name in requested})
             for name in ("logits", "image_embeds", "last_hidden_state", "pooler_output"):
                 if name in plain:
@@ -59,7 +59,6 @@ class TestOutputs:
             assert [tuple(rois.shape) for rois in outputs.rois] == [(2, 5, 4)] * adjustments
             assert [tuple(points.shape) for points in outputs.sampling_points] == [(2, 5, 4, 2)] * 5
             assert {rois.dtype for rois in outputs.rois + outputs.sampling_points} == {torch.float32}
-            assert [tuple(states.shape) for states in outputs.focusing_hidden_states] == [(2, 5, 32)] * 4
             assert [tuple(states.shape) for states in outputs.hidden_states] == [(2, tokens, 64)] * 4
 
 
