@@ -8,8 +8,8 @@
     python benchmarks/attention.py ranks cifar10-convmixer
 
 - `maps` draws attention maps, averaged over images (figures 3 to 6 of Zheng et al., tables 3 and 4 of Zhang et al.).
-  It also prints entropy, stable rank, and the neighbor to which each head attends most. --initialization adds
-  untrained models with the first model's architecture. --start adds the initial model of each run.
+  --initialization adds untrained models with the first model's architecture. --start adds the initial model of each
+  run.
 - `entropy` draws the entropy of each head's attention (section 3 of Hyeon-Woo et al.).
 - `features` draws the norms of feature vectors (tables 5 and 6 of Zhang et al.).
 - `ranks` measures the stable rank of each layer's input and of the last layer's output (remark 1 of Zheng et al.).
@@ -38,7 +38,7 @@ from frugalvit.training.data import load_images
 from frugalvit.training.loading import load_model
 from frugalvit.training.models import build_model
 from frugalvit.training.preprocessing import decode_image
-from shared import add_results_argument, make_parser, print_rows, write_table
+from shared import add_results_argument, make_parser, write_table
 
 
 # Beside each attention map, the corner with the first `CORNER` queries and keys is drawn enlarged.
@@ -83,7 +83,6 @@ def main(argv: list[str] | None = None):
     if arguments.what == "features":
         figure = draw_features(images, measured, arguments.layers or range(1, depth + 1))
     else:
-        print_rows(rows(measured, layers))
         head = None if arguments.average_heads else arguments.head
         figure = draw_entropy(measured) if arguments.what == "entropy" else draw_maps(measured, layers, head)
     save_figure(figure, arguments.results_dir / f"{arguments.what}.png")
@@ -128,21 +127,6 @@ def own_start(run: Path, model: PreTrainedModel) -> PreTrainedModel:
     if name == "joint":
         return joint.build_twins(options, names)
     return build_model(options, args, names)[0]
-
-
-def rows(measured: Mapping[str, Sequence[LayerStatistics]], layers: Sequence[int]) -> list[dict[str, object]]:
-    chosen = [(name, of_layers[layer - 1]) for name, of_layers in measured.items() for layer in layers]
-    return [
-        {
-            "model": name,
-            "layer": each.layer,
-            "stable rank": each.stable_rank,
-            "entropy": statistics.mean(each.entropy) if each.entropy else None,
-            "mass at a neighbor": statistics.mean(each.mass) if each.mass else None,
-            "neighbors": " ".join(f"({dy:+d},{dx:+d})" for dy, dx in each.offset),
-        }
-        for name, each in chosen
-    ]
 
 
 def draw_maps(

@@ -45,20 +45,8 @@ VITS = {
 MOST_ROUNDS = 10
 
 
-class BenchmarkParser(argparse.ArgumentParser):
-    """An argument parser that also accepts underscores in options: `--runs_dir` means `--runs-dir`."""
-
-    def parse_known_args(self, args=None, namespace=None):
-        words = []
-        for word in sys.argv[1:] if args is None else args:
-            name, equals, value = word.partition("=")
-            is_option = re.fullmatch(r"--[A-Za-z][\w-]*", name)
-            words.append(f"{name.replace('_', '-')}{equals}{value}" if is_option else word)
-        return super().parse_known_args(words, namespace)
-
-
-def make_parser(description: str) -> BenchmarkParser:
-    return BenchmarkParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+def make_parser(description: str) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def add_run_arguments(parser: argparse.ArgumentParser, runs_dir: str):

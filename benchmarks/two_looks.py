@@ -43,9 +43,7 @@ TOKENS = [9, 16, 25, 36, 49, 64]
 # Numbers of tokens in the first look and in the second look, by the number of tokens with the same mean cost.
 LOOKS = {16: (9, 25), 25: (16, 36), 36: (16, 49), 49: (25, 64), 64: (36, 64)}
 PLACEMENTS = ("grid", "content", "margin")
-PHOTOGRAPHS, SMALL, CLUTTERED = caltech101.VIEWS
-# Shares of small objects in mixtures with photographs.
-MIXTURES = (0.25, 0.5)
+PHOTOGRAPHS = caltech101.VIEWS[0]
 # Kinds of costs, and the names of gains at equal mean cost.
 COSTS = {"macs": "gain", "seconds": "gain at equal time"}
 # Images of a batch, and rounds, when seconds are measured.
@@ -174,12 +172,6 @@ def compare_with_one_look(row: dict[str, float], one_look: dict[tuple, dict[str,
             grid = at_cost(view, "grid", kind, cost)
             compared[f"{view}: {gain}"] = row[view] - grid
             compared[f"{view}: {gain} of content"] = at_cost(view, "content", kind, cost) - grid
-        for share in MIXTURES:
-            accuracy, cost = (
-                (1 - share) * row[f"{PHOTOGRAPHS}{name}"] + share * row[f"{SMALL}{name}"] for name in ("", f": {kind}")
-            )
-            grid = (1 - share) * at_cost(PHOTOGRAPHS, "grid", kind, cost) + share * at_cost(SMALL, "grid", kind, cost)
-            compared[f"{share:.0%} small: {gain}"] = accuracy - grid
     return compared
 
 

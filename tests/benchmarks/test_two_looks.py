@@ -46,8 +46,6 @@ def test_gains_are_those_at_the_same_mean_cost():
         assert found[f"{view}: gain of content"] == pytest.approx(0.15)
         assert found[f"{view}: gain at equal time"] == pytest.approx(0.1)
         assert found[f"{view}: gain at equal time of content"] == pytest.approx(0.175)
-    assert found["50% small: gain"] == pytest.approx(0.15)
-    assert found["50% small: gain at equal time"] == pytest.approx(0.1)
 
 
 @pytest.mark.parametrize("name", ["test", "backgrounds", "object_images", "fit_images"])
