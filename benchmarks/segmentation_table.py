@@ -109,13 +109,12 @@ def train(arguments, name: str, options: list[str], seed: int) -> Path:
 
 
 def measure(arguments, folders: list[Path]) -> dict[str, object]:
-    """Measure the scores of all seeds. Also measure multiply-accumulates, speed and memory for one seed."""
+    """Measure the scores of all seeds. Also measure multiply-accumulates, speed and memory, which are the same for all
+    seeds."""
     images, read_mask = load_masked_images(arguments.eval_dataset, "train"), MaskReader(len(CLASSES), [VOID])
-    scores = []
-    for folder in folders:
-        model, processor = load(folder)
-        image_format = ImageFormat.from_processor(processor)
-        scores.append(segmentation_scores(model, image_format, images, read_mask))
+    model, processor = load(folders[0])
+    image_format = ImageFormat.from_processor(processor)
+    scores = [segmentation_scores(load(folder)[0], image_format, images, read_mask) for folder in folders]
     mean_ious = [score["mean_iou"] for score in scores]
     return {
         "mean_iou": statistics.mean(mean_ious),
