@@ -4,7 +4,7 @@ import importlib
 import signal
 
 import pytest
-from trainings import SHORT, command_words, run_command, values_of
+from trainings import SHORT, command_words, run_command
 from transformers import TrainerCallback
 
 from frugalvit.cli import main
@@ -26,16 +26,6 @@ def make(command: str, output_dir, **options):
     """Build the trainer of a training command."""
     module, groups = parse(command, output_dir, **options)
     return module.make_trainer(*groups)
-
-
-def check_defaults(command: str, output_dir, make_in_python, **options):
-    """Check that `make_in_python` returns a trainer with the same arguments as the command's trainer. `make_in_python`
-    is called with the command's trainer and its training arguments."""
-    # None removes an option of `SHORT` from the command, so that this option has its default value.
-    options = dict.fromkeys(("num_train_epochs", "per_device_train_batch_size", "logging_steps")) | options
-    own = make(command, output_dir, **options)
-    _, (*_, args) = parse(command, output_dir, **options)
-    assert values_of([make_in_python(own, args).args]) == values_of([own.args])
 
 
 class Interrupt(TrainerCallback):

@@ -10,9 +10,8 @@ from safetensors.torch import load_file
 from trainings import logged, run_command
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
-from frugalvit.training.align_llava import NO_ANSWER, PALIGEMMA_PROMPT, AlignLlavaTrainer, answer, encode, pad
-from frugalvit.training.loading import load_model
-from runs import check_defaults, check_resumes, error_of
+from frugalvit.training.align_llava import NO_ANSWER, PALIGEMMA_PROMPT, answer, encode, pad
+from runs import check_resumes, error_of
 from tiny import (
     IMAGE,
     WORDS,
@@ -87,15 +86,6 @@ def test_the_projector_alone_learns_to_give_the_same_answers(make, options, tmp_
     assert capsys.readouterr().out.strip()
     if make is make_llava:
         assert AutoProcessor.from_pretrained(out).num_additional_image_tokens == 7 + 1
-
-
-def test_python_and_command_have_the_same_defaults(options, tmp_path):
-    def in_python(own, args):
-        original, processor = load_model(options["model"], "image-text-to-text", "cpu")
-        tower, _ = load_model(options["vision_model"], "image-feature-extraction", "cpu")
-        return AlignLlavaTrainer(original, tower, args, own.images, own.images, processor)
-
-    check_defaults("align_llava", tmp_path / "out", in_python, **options)
 
 
 def test_a_stopped_run_continues(options, tmp_path):

@@ -13,7 +13,7 @@ from frugalvit import AgentCNNForImageClassification, BootstrappedViTForImageCla
 from frugalvit.training import joint
 from frugalvit.training.cards import share_error
 from frugalvit.training.data import load_images
-from runs import check_defaults, check_resumes, error_of
+from runs import check_resumes, error_of
 from runs import make as make_trainer
 
 
@@ -75,13 +75,6 @@ def test_both_models_learn_and_load_alone(variant, tmp_path):
     errors = [share_error(own.metrics[name], 32) for name in ("accuracy", "agent_accuracy")]
     accuracies = f"accuracy {own.metrics['accuracy']:.2%} ± {errors[0]:.2%} and {accuracy:.2%} ± {errors[1]:.2%}"
     assert accuracies in (out / "README.md").read_text("utf-8")
-
-
-def test_python_and_command_have_the_same_defaults(tmp_path):
-    def in_python(own, args):
-        return joint.JointTrainer(own.saved_model, args, own.images, own.images)
-
-    check_defaults("joint", tmp_path / "out", in_python, **SMALL)
 
 
 def test_a_stopped_run_continues(recorded_hints, tmp_path):

@@ -13,7 +13,7 @@ from drawn import scene
 from frugalvit.training.metrics import SegmentationScores
 from frugalvit.training.segment import SegmentationTrainer
 from kinds import KINDS
-from runs import check_defaults, check_resumes, error_of
+from runs import error_of
 from runs import make as make_trainer
 
 
@@ -71,17 +71,6 @@ def test_learns_and_measures_the_saved_model(options, tmp_path):
     assert {name: own.metrics[name] for name in found} == pytest.approx(found, abs=1e-5)
     card = (out / "README.md").read_text(encoding="utf-8")
     assert f"mean IoU {own.metrics['mean_iou']:.2%}, measured at 40 x 48 pixels" in card
-
-
-def test_python_and_command_have_the_same_defaults(options, tmp_path):
-    def in_python(own, args):
-        return SegmentationTrainer(own.model, args, own.images, own.images, own.processing_class)
-
-    check_defaults("segment", tmp_path / "out", in_python, **options)
-
-
-def test_a_stopped_run_continues(options, tmp_path):
-    check_resumes("segment", tmp_path, 4, **options)
 
 
 def test_models_of_transformers_learn_from_scratch_and_continue(options, tmp_path):
