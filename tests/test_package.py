@@ -86,19 +86,13 @@ def test_imports_point_one_way():
                     assert ROOMS.index(target) <= ROOMS.index(room), f"{path} imports {ast.unparse(node)}"
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
-    source = tmp_path_factory.mktemp("source")
+def test_wheel_holds_code_data_and_checkpoints(tmp_path):
     for name in (*ROOMS, "checkpoints", "setup.py", "pyproject.toml", "README.md", "LICENSE"):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-        copy(ROOT / name, source / name)
-    code = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
-    subprocess.run([sys.executable, "-c", code, "."], cwd=source, check=True, capture_output=True, timeout=120)
-    return next(source.glob("*.whl"))
-
-
-def test_wheel_holds_code_data_and_checkpoints(wheel):
-    names = set(zipfile.ZipFile(wheel).namelist())
+        copy(ROOT / name, tmp_path / name)
+    result = python("from setuptools import build_meta; print(build_meta.build_wheel('.'))", tmp_path)
+    assert not result.returncode, result.stderr
+    names = set(zipfile.ZipFile(next(tmp_path.glob("*.whl"))).namelist())
     expected = {
         f"frugalvit/{path.relative_to(ROOT) if path.parts[-2] != 'frugalvit' else path.name}"
         for folder in ROOMS
@@ -110,26 +104,6 @@ def test_wheel_holds_code_data_and_checkpoints(wheel):
     assert not [name for name in names if "__pycache__" in name or name.startswith(("tests", "benchmarks"))]
     # The models and photographs of Caltech-101 would make the wheel too large.
     assert not [name for name in names if "caltech101" in name]
-
-
-def test_wheel_works_when_installed(wheel, tmp_path):
-    """The wheel contains the CIFAR-10 models. The error message for other models says that a clone contains them."""
-    zipfile.ZipFile(wheel).extractall(tmp_path)
-    clone = sorted(path.parent.name for path in (ROOT / "checkpoints").glob("*/config.json"))
-    code = f"""
-import frugalvit
-print(frugalvit.__file__)
-for name in {clone}:
-    try:
-        print(frugalvit.checkpoint_path(name))
-    except ValueError as error:
-        assert name.startswith("caltech101") and f"{{name!r}} lies in a clone of the repository" in str(error)
-"""
-    result = python(code, cwd=tmp_path)
-    assert result.stdout.splitlines() == [
-        str(tmp_path / "frugalvit" / "__init__.py"),
-        *(str(tmp_path / "frugalvit" / "checkpoints" / name) for name in clone if name.startswith("cifar10")),
-    ], result.stderr
 
 
 @pytest.mark.nightly

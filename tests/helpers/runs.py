@@ -2,6 +2,7 @@
 
 import importlib
 import signal
+from collections.abc import Callable
 
 import pytest
 from trainings import SHORT, command_words, run_command
@@ -28,15 +29,14 @@ def make(command: str, output_dir, **options):
     return module.make_trainer(*groups)
 
 
-class Interrupt(TrainerCallback):
-    """Callback that simulates Ctrl-C during step `step`. The first step is 0."""
+class At(TrainerCallback):
+    """Callback that calls a function with the step's number, counted from 0, at the beginning of each step."""
 
-    def __init__(self, step: int):
-        self.step = step
+    def __init__(self, do: Callable[[int], object]):
+        self.do = do
 
     def on_step_begin(self, args, state, control, **_):
-        if state.global_step == self.step:
-            signal.raise_signal(signal.SIGINT)
+        self.do(state.global_step)
 
 
 def records(trainer) -> list[dict]:
@@ -51,7 +51,7 @@ def check_resumes(command: str, folder, step: int, **options):
     whole = run_command(command, folder / "whole", **options)
     stopped = make(command, folder / "again", **options)
     assert step % (stopped.num_examples(stopped.get_train_dataloader()) // stopped.args.train_batch_size)
-    stopped.add_callback(Interrupt(step))
+    stopped.add_callback(At(lambda now: now == step and signal.raise_signal(signal.SIGINT)))
     with pytest.raises(KeyboardInterrupt):
         stopped.run()
     assert (folder / "again" / f"checkpoint-{step + 1}").is_dir()

@@ -27,6 +27,7 @@ from frugalvit.training.sharpness import SharpnessAwareTrainer
 from frugalvit.training.train import SmallDataArguments, SmallDataView
 from frugalvit.training.trainer import start
 from frugalvit.training.views import EvalView, mixing
+from runs import At
 from tiny import make_vit
 
 
@@ -89,16 +90,6 @@ def make(tmp_path, images):
         )
 
     return make
-
-
-class At(TrainerCallback):
-    """Call a function with the step's number, counted from 0, at the beginning of each step."""
-
-    def __init__(self, do):
-        self.do = do
-
-    def on_step_begin(self, args, state, control, **_):
-        self.do(state.global_step)
 
 
 class Stop(TrainerCallback):
