@@ -34,7 +34,7 @@ from transformers import ViTImageProcessor
 
 from frugalvit import BootstrappedViTForImageClassification
 from frugalvit.training import joint, train
-from frugalvit.training.arguments import run_as_program
+from frugalvit.training.arguments import run_program
 from frugalvit.training.data import class_names, load_images
 from frugalvit.training.preprocessing import decode_image
 from shared import budget_settings, last_accuracies, parse_table, run_row, spread, wanted_rows, write_table
@@ -193,4 +193,4 @@ def gradient_lengths(
 
 
 if __name__ == "__main__":
-    run_as_program(main, "agent_tables.py")
+    raise SystemExit(run_program(main, "agent_tables.py"))

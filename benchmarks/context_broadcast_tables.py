@@ -40,7 +40,7 @@ from frugalvit.attention import measure_attention
 from frugalvit.evaluation.classification import classification_accuracy
 from frugalvit.speed import images_per_second
 from frugalvit.training import train
-from frugalvit.training.arguments import run_as_program
+from frugalvit.training.arguments import run_program
 from frugalvit.training.choices import CONTEXT_BROADCASTS
 from frugalvit.training.loading import load_model
 from frugalvit.training.preprocessing import decode_image
@@ -269,4 +269,4 @@ def measure(
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    run_as_program(main, "context_broadcast_tables.py")
+    raise SystemExit(run_program(main, "context_broadcast_tables.py"))

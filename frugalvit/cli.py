@@ -4,13 +4,11 @@ import difflib
 import importlib
 import importlib.metadata
 import itertools
-import os
 import sys
-from pathlib import Path
 
-from .training.arguments import user_message
+from .training.arguments import run_program
 from .training.choices import OPEN_CLIP
-from .training.files import HUB_ID, end_on_sigterm, split_revision, unknown_model
+from .training.files import find_model
 
 
 # Module and one-line help of each command. The module is imported when the command runs.
@@ -45,30 +43,21 @@ A model is named by its folder, its hub id (owner/name@revision, too) or, if it 
 MODEL_OPTIONS = ("--model", "--teacher", "--student", "--vision-model", "--vision_model")
 
 
-def wrong_name(command: str, words: list[str]) -> str | None:
-    """Return an error message if a model or an image does not exist. This check runs before slow imports."""
+def check_model_names(words: list[str]):
+    """Raise a ValueError if a model does not exist. This check runs before slow imports."""
     # An option and its value may also be one word, `--model=NAME`.
     parts = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
     for option, name in itertools.pairwise(parts):
         if option in MODEL_OPTIONS and not name.startswith(OPEN_CLIP):
-            try:
-                found, _ = split_revision(name)
-            except ValueError as error:
-                return str(error)
-            if not Path(found).exists() and not HUB_ID.fullmatch(found):
-                return str(unknown_model(found))
-    images = itertools.takewhile(lambda word: not word.startswith("-"), words) if command == "predict" else ()
-    missing = [name for name in images if not any(sign in name for sign in "*?[:") and not Path(name).exists()]
-    return f"there is no image {missing[0]!r}." if missing else None
+            find_model(name)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command. Return its exit code: 0 for success, 1 after an error, 2 after wrong usage, 130 after Ctrl-C."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    debug = os.environ.get("FRUGALVIT_DEBUG", "0") not in ("", "0")
-    if "--debug" in argv:
+    debug = "--debug" in argv
+    if debug:
         argv.remove("--debug")
-        debug = True
     if not argv or argv[0] in ("-h", "--help", "help"):
         commands = "\n".join(f"  {name:<11}  {text}" for name, (_, text) in COMMANDS.items())
         print(USAGE.format(commands=commands), file=sys.stdout if argv else sys.stderr)
@@ -81,29 +70,9 @@ def main(argv: list[str] | None = None) -> int:
         close = ", ".join(difflib.get_close_matches(command, COMMANDS, n=1) or COMMANDS)
         print(f"frugalvit: error: there is no command {command!r}; did you mean {close}?", file=sys.stderr)
         return 2
-    if message := wrong_name(command, rest):
-        print(f"frugalvit {command}: error: {message}", file=sys.stderr)
-        return 1
-    # The terminal's encoding may not support all characters of the printed labels.
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="backslashreplace")
-    try:
-        end_on_sigterm()
-        code = importlib.import_module(COMMANDS[command][0]).main(rest)
-        sys.stdout.flush()
-        return code or 0
-    except BrokenPipeError:
-        # A program such as `head` closed the pipe. Redirect stdout, because flushing it at exit would fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except KeyboardInterrupt:
-        if debug:
-            raise
-        print(f"\nfrugalvit {command}: interrupted", file=sys.stderr)
-        return 130
-    except Exception as error:
-        if debug or not (message := user_message(error)):
-            raise
-    # Print after the `except` block, when progress bars are closed. The message then gets its own line.
-    print(f"frugalvit {command}: error: {message}", file=sys.stderr)
-    return 1
+
+    def run() -> int | None:
+        check_model_names(rest)
+        return importlib.import_module(COMMANDS[command][0]).main(rest)
+
+    return run_program(run, f"frugalvit {command}", debug)

@@ -10,7 +10,7 @@ from timm.data import ImageNetInfo
 
 from .command_line import OutputOptions, argument, read_options
 from .modeling.conversion import config_from_showlab, convert_showlab, load_showlab_checkpoint, showlab_model_class
-from .training.arguments import run_as_program
+from .training.arguments import run_program
 from .training.choices import CONVERTED_VARIANTS
 from .training.files import atomic_directory
 
@@ -54,4 +54,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run_as_program(main, PROG)
+    raise SystemExit(run_program(main, PROG))

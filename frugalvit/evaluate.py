@@ -16,7 +16,7 @@ from .command_line import (
     argument,
     read_options,
 )
-from .training.arguments import POSITIVE, CheckedArguments
+from .training.arguments import PIXEL_VALUES, POSITIVE, CheckedArguments
 from .training.choices import OPEN_CLIP
 from .training.files import check_file_path, write_json
 from .training.text import format_table
@@ -74,7 +74,7 @@ class SegmentationOptions(EvaluateOptions, SplitOptions, ReadingOptions):
     reduce_labels: bool = argument(False, "Ignore label 0 and subtract 1 from the others.")
     window: int | None = argument(None, "Height and width of a sliding window in pixels.")
 
-    expected = {"window": POSITIVE}
+    expected = {"window": POSITIVE, "ignored_labels": PIXEL_VALUES}
 
 
 @dataclass(kw_only=True)

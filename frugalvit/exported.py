@@ -9,7 +9,7 @@ import json
 import logging
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ from transformers.utils import ModelOutput
 from .configuration.configuration_base import is_sparseformer, pair
 from .export_int8 import quantize
 from .training.files import write_json
-from .training.loading import load_model, load_pretrained
+from .training.loading import TASKS, choose_device, load_model, load_pretrained
 from .training.text import first_line
 
 
@@ -314,31 +314,36 @@ class ExportedModule(nn.Module):
         return type(self), (self.folder.absolute(), self.part)
 
 
-def load_exported(
-    name: str | os.PathLike, device: str | torch.device | None, kind: str, outputs: list[str]
-) -> ExportedModule:
-    """From an exported folder, load the program whose inputs are images.
+def load_runnable(
+    name: str | os.PathLike,
+    task: str,
+    outputs: Collection[str],
+    device: str | torch.device | None = None,
+    trust_remote_code: bool = False,
+) -> tuple[nn.Module, object]:
+    """Load a model, exported or not, and its image processor. See `load_model` for the other arguments.
 
     Raises:
-        ValueError: If `device` is not the CPU, or if the program has none of `outputs`. In the error
-            message, `kind` describes the expected kind of model.
+        ValueError: If an exported program has none of `outputs`, or if `device` is not the CPU, on which exported
+            programs run.
     """
-    if device is not None and torch.device(device).type != "cpu":
+    if not is_exported(name):
+        return load_model(name, task, device, trust_remote_code)
+    if device is not None and choose_device(device).type != "cpu":
         raise ValueError(f"device {device}: the exported {os.fspath(name)!r} runs on the CPU.")
     model = ExportedModule(name)
+    kind = TASKS[task].kind
     if not {*outputs} & {*model.outputs}:
-        raise ValueError(f"Cannot load {os.fspath(name)!r} as {kind}: it computes {', '.join(model.outputs)}.")
-    return model
+        found = f"it computes {', '.join(model.outputs)}, expected {' or '.join(outputs)}"
+        raise ValueError(f"Cannot load {os.fspath(name)!r} as {kind}: {found}.")
+    return model, load_pretrained(AutoImageProcessor, name, kind)
 
 
 def load_classifier(
     name: str | os.PathLike, device: str | torch.device | None = None, trust_remote_code: bool = False
 ) -> tuple[nn.Module, object]:
     """Load an image classifier, exported or not, and its image processor. See `load_model` for arguments."""
-    if not is_exported(name):
-        return load_model(name, "image-classification", device, trust_remote_code)
-    kind = "an image classifier"
-    return load_exported(name, device, kind, ["logits"]), load_pretrained(AutoImageProcessor, name, kind)
+    return load_runnable(name, "image-classification", ["logits"], device, trust_remote_code)
 
 
 def _runner_options(name: str, precision: str) -> dict[str, object]:

@@ -10,14 +10,12 @@ import torch
 from PIL import Image
 from torch import nn
 from torchvision.transforms.v2.functional import to_pil_image
-from transformers import AutoImageProcessor
 
 from .evaluation.embeddings import EMBEDDINGS, image_embedder, image_maker
-from .exported import ExportedModule, is_exported, load_classifier, load_exported
+from .exported import ExportedModule, load_classifier, load_runnable
 from .modeling.layers import check_num_tokens, class_scores
 from .modeling.packing import pack_linear_layers
 from .reading import read_ahead, stack_pixels
-from .training.loading import load_model, load_pretrained
 from .training.preprocessing import CorruptImageError, decode_image, prepare_images, size_made_by
 from .training.scores import check_scores
 from .training.text import first_line
@@ -185,11 +183,7 @@ class Embedder(_Application):
 
     @staticmethod
     def _load(name: str | os.PathLike, device: str | None, trust_remote_code: bool) -> tuple[nn.Module, object]:
-        if is_exported(name):
-            kind = "a model with an embedding"
-            model = load_exported(name, device, kind, EMBEDDINGS)
-            return model, load_pretrained(AutoImageProcessor, name, kind)
-        return load_model(name, "image-feature-extraction", device, trust_remote_code)
+        return load_runnable(name, "image-feature-extraction", EMBEDDINGS, device, trust_remote_code)
 
 
 class Classifier(_Application):

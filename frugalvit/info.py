@@ -110,7 +110,7 @@ def with_speeds(rows: Sequence[dict[str, object]], batch_size: int, device: torc
     batches = {}
     for row in rows:
         architecture, config = architecture_of(row["name"])
-        vision = image_side(architecture._from_config(config)).eval().to(device)
+        vision = image_side(architecture._from_config(config, dtype=torch.float32)).eval().to(device)
         config = vision.config
         size = pair(row["image_size"])
         for count in getattr(config, "trained_token_counts", [None]):

@@ -352,6 +352,8 @@ def test_commands_accept_exported_folders(write, tmp_path, capsys, folder):
     assert main(["predict", str(DOG), "--model", str(folder), "--device", "cpu"]) == 0
     assert capsys.readouterr().out == exported
     assert (tmp_path / "rois.png").stat().st_size > 10_000
+    assert main(["predict", str(DOG), "--model", output, "--device", "gpu"]) == 1
+    assert "The device 'gpu' cannot be used here" in capsys.readouterr().err
     assert main(["evaluate", "classification", "--model", output, "--limit", "16", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["images"] == 16
 

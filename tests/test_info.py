@@ -5,12 +5,13 @@ import math
 
 import pytest
 import timm
+import torch
 from safetensors import safe_open
-from transformers import ViTConfig, ViTForImageClassification
+from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
 import frugalvit
 import frugalvit.training.files
-from frugalvit.info import describe, main
+from frugalvit.info import describe, main, with_speeds
 from frugalvit.macs import count_macs
 from frugalvit.training.text import format_table
 
@@ -108,6 +109,17 @@ def test_speed_with_each_number_of_tokens(capsys):
     expected = describe(name)["macs"]
     assert rows[0]["macs"] < expected / 6 and rows[-2]["macs"] == expected
     assert all(row["images/s"] > 0 for row in rows)
+
+
+def test_speed_is_measured_in_float32(tmp_path, monkeypatch):
+    vit().half().save_pretrained(tmp_path)
+    ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(tmp_path)
+    measured = []
+    monkeypatch.setattr(
+        "frugalvit.info.images_per_second", lambda models, *_, **options: [measured.append(models[0].dtype)]
+    )
+    with_speeds([describe(str(tmp_path))], 1, torch.device("cpu"))
+    assert measured == [torch.float32]
 
 
 def test_unknown_names_are_refused(tmp_path):

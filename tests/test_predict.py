@@ -64,8 +64,9 @@ def fails(*arguments, capsys) -> str:
     return error
 
 
-def test_top_labels(model_folder, images, capsys):
-    code, output, _ = run(images / "a.png", "--model", model_folder, "--top", 2, capsys=capsys)
+def test_top_labels(model_folder, images, capsys, monkeypatch):
+    monkeypatch.setenv("HOME", str(images))
+    code, output, _ = run("~/a.png", "--model", model_folder, "--top", 2, capsys=capsys)
     lines = output.splitlines()
     assert code == 0 and lines[0] == str(images / "a.png") and len(lines) == 3
     model, processor = load_model(model_folder, "image-classification", "cpu")

@@ -27,7 +27,7 @@ from .arguments import (
     DataArguments,
     ImageTrainingArguments,
     argument,
-    run_as_program,
+    run_program,
 )
 from .cards import strip_directory
 from .data import load_splits
@@ -368,4 +368,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run_as_program(main, PROG)
+    raise SystemExit(run_program(main, PROG))

@@ -7,7 +7,9 @@ import json
 import os
 import re
 import shlex
+import signal
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +24,7 @@ from safetensors import SafetensorError
 from transformers import HfArgumentParser, TrainingArguments
 
 from .choices import NO_EVALUATION, SUBSET
-from .files import RECIPES, end_on_sigterm, read_text
+from .files import RECIPES, read_text
 from .text import first_line, printable
 
 
@@ -31,6 +33,7 @@ _OPTION = re.compile(r"--[A-Za-z][\w-]*")
 # value.
 NOT_NEGATIVE = ("0 or more", lambda value: value >= 0)
 POSITIVE = ("1 or more", lambda value: value >= 1)
+PIXEL_VALUES = ("class numbers from 0 to 255", lambda values: all(0 <= value <= 255 for value in values))
 RANGE = ("two positive numbers, the lower first", lambda value: len(value) == 2 and 0 < value[0] <= value[1])
 
 
@@ -263,17 +266,37 @@ def user_message(error: BaseException) -> str | None:
     return printable(" ".join(message.split())) or type(error).__name__
 
 
-def run_as_program(main: Callable, prog: str):
-    """Run `main()` and exit. For an error that the user can correct, print a message of one line. If the environment
-    variable FRUGALVIT_DEBUG is set, print the traceback instead."""
+def run_program(main: Callable, prog: str, debug: bool = False) -> int:
+    """Run `main()` and return the exit code: the code that `main` returns (by default 0), 1 after an error, or 130
+    after Ctrl-C. For an error that the user can correct, print a message of one line. With `debug`, or if the
+    environment variable FRUGALVIT_DEBUG is set, raise the error instead."""
+    debug = debug or os.environ.get("FRUGALVIT_DEBUG", "0") not in ("", "0")
     end_on_sigterm()
+    # The terminal's encoding may not support all characters of the printed labels.
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        sys.exit(main())
+        code = main()
+        sys.stdout.flush()
+        return code or 0
+    except BrokenPipeError:
+        # A program such as `head` closed the pipe. Redirect stdout, because flushing it at exit would fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except KeyboardInterrupt:
-        print(f"\n{prog}: interrupted", file=sys.stderr)
-        sys.exit(130)
-    except Exception as error:
-        if os.environ.get("FRUGALVIT_DEBUG", "0") not in ("", "0") or not (message := user_message(error)):
+        if debug:
             raise
-    # Progress bars are closed after the `except` block, so the message is printed here, on a line of its own.
-    sys.exit(f"{prog}: error: {message}")
+        print(f"\n{prog}: interrupted", file=sys.stderr)
+        return 130
+    except Exception as error:
+        if debug or not (message := user_message(error)):
+            raise
+    # Print after the `except` block, when progress bars are closed. The message then gets its own line.
+    print(f"{prog}: error: {message}", file=sys.stderr)
+    return 1
+
+
+def end_on_sigterm():
+    """Raise SystemExit on SIGTERM, so that half-written files are removed."""
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))

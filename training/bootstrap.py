@@ -35,10 +35,10 @@ from .arguments import (
     DataArguments,
     ImageTrainingArguments,
     argument,
-    run_as_program,
+    run_program,
 )
 from .cards import share_error, strip_directory
-from .data import check_classes, check_single_label, class_names, load_splits, match_classes
+from .data import check_classes, check_labels, check_single_label, class_names, load_splits, match_classes
 from .loading import bfloat16_is_fast, load_model
 from .losses import AlignmentLoss, teacher_attention
 from .students import (
@@ -282,6 +282,7 @@ class BootstrapTrainer(ImageTrainer):
             if class_names(images[0]) is None:
                 raise ValueError("label_loss_weight compares classes, and the images have no labels; expected some.")
             check_classes(class_names(images[0]))
+            check_labels(images[0], "train")
         train, evaluation, _, classes = match_classes(images, self.labels, args.label_loss_weight > 0)
         # Classifier and projection are frozen. Only the base model and, in backbones, the upsamplers are trained.
         reads_maps = isinstance(model, BackboneMixin) and args.dense_loss_weight
@@ -559,4 +560,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run_as_program(main, PROG)
+    raise SystemExit(run_program(main, PROG))

@@ -377,7 +377,8 @@ def find_source(dataset: str | list[str], name: str | None = None) -> dict:
     if images:
         if tables or archives:
             leave_out([*tables, *archives], "images come first")
-        parts = {SPLITS.get(file.parent.name.lower(), "train"): file for file in metadata}
+        # The name of the folder itself is not the name of a split.
+        parts = {"train" if file.parent == path else SPLITS.get(file.parent.name.lower()): file for file in metadata}
         if parts and all(file.parent == path or file.parent.name.lower() in SPLITS for file in metadata):
             return {"path": "imagefolder", "data_files": {part: [glob.escape(str(parts[part]))] for part in parts}}
         return {"parts": scan_folder(path, images)}
@@ -579,12 +580,14 @@ def check_labeled_parts(parts: Sequence, splits: Sequence[str | None], dataset: 
     check_classes(names)
     for images, split in zip(parts, splits, strict=True):
         check_same_classes(names, images)
-        if isinstance(images, datasets.Dataset) and "label" in images.features:
-            check_labels(images, split)
+        check_labels(images, split)
 
 
-def check_labels(images: datasets.Dataset, split: str):
-    """Raise a ValueError if an image has no label."""
+def check_labels(images, split: str):
+    """Raise a ValueError if an image of a `datasets.Dataset` with labels has no label. `split` is the name of the
+    images in the message."""
+    if not isinstance(images, datasets.Dataset) or "label" not in images.features:
+        return
     missing = np.flatnonzero(label_numbers(images) < 0)
     if len(missing):
         count = f"{len(missing):,} of {len(images):,}"

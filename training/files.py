@@ -6,9 +6,6 @@ import os
 import re
 import secrets
 import shutil
-import signal
-import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
@@ -60,6 +57,14 @@ def split_revision(name: str | os.PathLike) -> tuple[str, dict[str, str]]:
     if at and not revision:
         raise ValueError(f"{name!r} names no revision; expected owner/name@revision.")
     return hub_id, {"revision": revision} if at else {}
+
+
+def find_model(name: str | os.PathLike) -> tuple[str, dict[str, str]]:
+    """Run `split_revision`. Raise a ValueError if the model is neither a folder nor a hub id."""
+    found, revision = split_revision(name)
+    if not (os.path.exists(found) or HUB_ID.fullmatch(found)):
+        raise unknown_model(found)
+    return found, revision
 
 
 def unknown_model(found: str) -> ValueError:
@@ -244,9 +249,3 @@ def unexpected_files(folder: Path) -> list[str]:
 def is_picture_of(card: str, path: Path) -> bool:
     """Return whether a path is a PNG file whose name occurs in `card`, the text of a model card."""
     return path.suffix == ".png" and re.search(rf"(?<![\w.-]){re.escape(path.name)}", card) is not None
-
-
-def end_on_sigterm():
-    """Raise SystemExit on SIGTERM, so that half-written files are removed."""
-    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))

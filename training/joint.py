@@ -19,7 +19,7 @@ from ..configuration.configuration_bootstrapped_vit import VARIANTS, Bootstrappe
 from ..modeling.hub import image_processor_config
 from ..modeling.image_format import ImageFormat
 from ..modeling.modeling_bootstrapped_vit import BootstrappedViTForImageClassification
-from .arguments import ArgumentParser, CheckedArguments, DataArguments, argument, read_values, run_as_program
+from .arguments import ArgumentParser, CheckedArguments, DataArguments, argument, read_values, run_program
 from .cards import name_images, share_error, write_card
 from .choices import INITIALIZATIONS, JOINT_VARIANTS, REFERENCE
 from .data import class_names, load_splits
@@ -231,4 +231,4 @@ def main(argv: list[str] | None = None) -> int:
 __all__ = ["HintDecayCallback", "JointArguments", "JointTrainer"]
 
 if __name__ == "__main__":
-    run_as_program(main, PROG)
+    raise SystemExit(run_program(main, PROG))

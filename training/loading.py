@@ -36,7 +36,7 @@ from ..configuration.configuration_base import pair
 from ..modeling import modeling_patch_sparseformer, modeling_sparseformer, modeling_sparseformer_vlm
 from ..modeling.context_broadcast_hosts import load_context_broadcast
 from .choices import OPEN_CLIP
-from .files import HUB_ID, split_revision, unknown_model
+from .files import find_model
 from .text import shortened
 
 
@@ -266,9 +266,7 @@ def load_pretrained(
     Raises:
         ValueError: If loading fails with one of `LOADING_ERRORS`. The message is one line.
     """
-    found, revision = split_revision(name)
-    if not (os.path.exists(found) or HUB_ID.fullmatch(found)):
-        raise unknown_model(found)
+    found, revision = find_model(name)
     if loader.__name__.startswith("Auto"):
         # `trust_remote_code` is only an argument of Auto classes. Without it, they would ask on stdin.
         options["trust_remote_code"] = trust_remote_code

@@ -87,7 +87,7 @@ def _find_pairs(dataset: str | list[str]) -> dict[str, list[tuple[Path, Path]]]:
     pairs = defaultdict(list)
     folder = Path(dataset if isinstance(dataset, str) else dataset[0])
     images = folder / "images" if (folder / "images").is_dir() else folder
-    parts = sorted(path for path in images.glob("*/") if not SYSTEM_FOLDERS.fullmatch(path.name))
+    parts = sorted(path for path in images.glob("*") if path.is_dir() and not SYSTEM_FOLDERS.fullmatch(path.name))
     parts = [path for path in parts if next(files_within(path, IMAGE_ENDINGS), None)]
     for part in parts or [images]:
         roots = [folder / name / part.relative_to(images) for name in MASK_FOLDERS[::-1] if images != folder]

@@ -192,7 +192,7 @@ def new_config(model_type: str, text: str, drop_path: float, **labels) -> PreTra
 def set_drop_path(config: PreTrainedConfig, rate: float):
     """Set the stochastic depth rate of a configuration. Raise a ValueError if the model has no stochastic depth."""
     if rate and config.model_type == TIMM:
-        config.model_args["drop_path_rate"] = rate
+        config.model_args = {**(config.model_args or {}), "drop_path_rate": rate}
     elif rate and not hasattr(config, "drop_path_rate"):
         raise ValueError(f"drop_path is {rate}, but {config.model_type} models have none; expected 0.")
     elif rate:

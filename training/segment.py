@@ -28,13 +28,14 @@ from ..modeling.image_format import ImageFormat
 from ..modeling.segmentation_head import semantic_segmentation_loss
 from .arguments import (
     NOT_NEGATIVE,
+    PIXEL_VALUES,
     RANGE,
     ArgumentParser,
     CheckedArguments,
     DataArguments,
     ImageTrainingArguments,
     argument,
-    run_as_program,
+    run_program,
 )
 from .cards import name_images
 from .choices import IGNORED
@@ -126,6 +127,7 @@ class SegmentationArguments(ImageTrainingArguments):
         "layer_decay": ("a number above 0, up to 1", lambda value: 0 < value <= 1),
         "head_multiplier": NOT_NEGATIVE,
         "scale": RANGE,
+        "ignored_labels": PIXEL_VALUES,
     }
 
     def __post_init__(self):
@@ -351,4 +353,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run_as_program(main, PROG)
+    raise SystemExit(run_program(main, PROG))

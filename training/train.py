@@ -18,7 +18,7 @@ from torchvision.transforms import InterpolationMode, v2
 
 from ..modeling.image_format import ImageFormat
 from ..modeling.modeling_bootstrapped_vit import divergence
-from .arguments import ArgumentParser, DataArguments, ImageTrainingArguments, argument, run_as_program
+from .arguments import ArgumentParser, DataArguments, ImageTrainingArguments, argument, run_program
 from .cards import name_images, share_error
 from .choices import CONTEXT_BROADCAST_POSITIONS, CONTEXT_BROADCASTS, INITIALIZATIONS, REFERENCE
 from .data import check_single_label, class_names, load_splits, match_classes
@@ -354,4 +354,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run_as_program(main, PROG)
+    raise SystemExit(run_program(main, PROG))

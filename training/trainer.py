@@ -187,13 +187,22 @@ class ImageTrainer(Trainer):
 
     def get_eval_dataloader(self, eval_dataset=None):
         """Return the evaluation data loader. `eval_dataset` may have any form that `as_images` accepts."""
-        if eval_dataset is not None and not isinstance(eval_dataset, Views | str):
+        if eval_dataset is not None and not isinstance(eval_dataset, Views):
             eval_dataset = self.evaluation_views(eval_dataset)
         return super().get_eval_dataloader(eval_dataset)
 
     def get_test_dataloader(self, test_dataset):
         """Return the test data loader. `test_dataset` may have any form that `as_images` accepts."""
         return super().get_test_dataloader(self.evaluation_views(test_dataset))
+
+    def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
+        """Run `Trainer.evaluate`. Metrics of other images than those of the trainer are left out of the log history,
+        because the model card takes its metrics from there."""
+        kept = len(self.state.log_history)
+        metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        if eval_dataset is not None:
+            del self.state.log_history[kept:]
+        return metrics
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
         """Create the optimizer with a parameter group for each combination of weight decay and learning rate factor.
@@ -386,7 +395,8 @@ class ImageTrainer(Trainer):
             self.log_metrics("train", result.metrics)
             self.save_metrics("train", result.metrics)
         if self.test_dataset is not None:
-            self.evaluate(self.test_dataset, metric_key_prefix="test")
+            # `ImageTrainer.evaluate` would leave the metrics out of the log history.
+            super().evaluate(self.test_dataset, metric_key_prefix="test")
         if metrics := self.metrics:
             self.log_metrics("eval", metrics)
             self.save_metrics("eval", metrics)

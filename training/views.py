@@ -19,7 +19,7 @@ from torchvision.transforms import v2
 from transformers import TrainerCallback
 
 from ..modeling.image_format import ImageFormat
-from .data import check_classes, check_same_classes, class_names, hold_back, load_images
+from .data import check_classes, check_labels, check_same_classes, class_names, hold_back, load_images
 from .preprocessing import CorruptImageError, decode_image, middle_of
 
 
@@ -105,6 +105,8 @@ def labeled_images(train, evaluation=None) -> tuple:
     parts = [None if images is None else as_images(images) for images in (train, evaluation)]
     if any(images is not None and class_names(images) is None for images in parts):
         raise ValueError("The images have no labels; expected a column of labels, or a dataset with classes.")
+    for images, name in zip(parts, ("train", "evaluation"), strict=True):
+        check_labels(images, name)
     check_classes(class_names(parts[0]))
     check_same_classes(class_names(parts[0]), parts[1])
     return tuple(parts)

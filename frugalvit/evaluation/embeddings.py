@@ -26,7 +26,7 @@ def image_embedder(
     is the projected embedding. Only an exported CLIP normalizes its embeddings.
 
     Args:
-        model (`nn.Module`): A model from `load_model` or `load_exported`.
+        model (`nn.Module`): A model from `load_model` or `load_runnable`.
         image_size (`tuple[int, int]`, *optional*): Height and width of the images in pixels.
         num_tokens (`int`, *optional*): Number of latent tokens of a SparseFormer.
 

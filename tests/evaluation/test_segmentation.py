@@ -41,3 +41,6 @@ def test_the_command(scenes, tmp_path, capsys):
     assert "mean_iou" in capsys.readouterr().out
     assert main([*command, "--mask-column", "no"]) == 1
     assert "give image_column and mask_column" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*command, "--ignored-labels", "256"])
+    assert "ignored_labels is [256], expected class numbers from 0 to 255" in capsys.readouterr().err

@@ -19,7 +19,7 @@ from accelerate import state
 from accelerate.utils import DistributedType
 
 from frugalvit.training import bootstrap  # noqa: F401 (imported before the forks)
-from frugalvit.training.arguments import run_as_program
+from frugalvit.training.arguments import run_program
 
 
 def allow_fsdp_on_cpu():
@@ -47,7 +47,7 @@ def run(job: dict, rank: int, port: int):
     if "ACCELERATE_USE_FSDP" in os.environ:
         allow_fsdp_on_cpu()
     os.dup2(os.open(f"{job['log']}.{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), sys.stderr.fileno())
-    run_as_program(lambda: program.main(job["words"]), program.PROG)
+    raise SystemExit(run_program(lambda: program.main(job["words"]), program.PROG))
 
 
 def free_port() -> int:

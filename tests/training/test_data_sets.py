@@ -202,6 +202,12 @@ def test_labels_of_minus_one_are_none(tmp_path, write_parquet, capsys):
     assert images_to_evaluate(argparse.Namespace(**OPTIONS | {"dataset": [folder]}))[1] == "validation"
 
 
+@LEFT_OPEN
+def test_a_folder_with_the_name_of_a_split_may_be_a_data_set(tmp_path):
+    with_metadata(tmp_path / "test", ["owl", "cat"])
+    assert load_images(str(tmp_path / "test"))["label"][:] == [1, 0]
+
+
 def test_labels_that_csv_reads_as_one_number_are_refused(tmp_path):
     with_metadata(tmp_path, ["01", "1", "10"])
     with pytest.raises(ValueError, match=r"metadata.csv has '01', which is read as a number"):

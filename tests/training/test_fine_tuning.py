@@ -108,3 +108,9 @@ def test_a_bootstrapped_vit_takes_larger_images(tmp_path):
     model, processor = load(tmp_path / "out")
     assert model.config.image_size == processor.size["height"] == 64
     assert model(torch.randn(1, 3, 64, 64)).logits.isfinite().all()
+
+
+def test_a_new_timm_model_has_stochastic_depth(tmp_path):
+    options = {"model_type": "timm_wrapper", "config_overrides": "architecture=vit_tiny_patch16_224"}
+    own = make(tmp_path / "out", **options, image_size=224, drop_path=0.1)
+    assert own.model.timm_model.blocks[-1].drop_path1.drop_prob == pytest.approx(0.1)

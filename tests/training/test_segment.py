@@ -101,6 +101,7 @@ def test_pairs_in_python(options, tmp_path):
     ("wrong", "message"),
     [
         ({"ignored_labels": [0, 1, 2, 3]}, "All pixels of the evaluation masks are ignored; check ignored_labels"),
+        ({"ignored_labels": [256]}, "ignored_labels is [256], expected class numbers from 0 to 255"),
         ({"class_names": ["a"], "num_labels": None}, "The model has 1 class, expected two or more"),
         ({"class_names": None}, "which has no classes for segmentation; pass num_labels or class_names"),
     ],

@@ -16,7 +16,17 @@ from frugalvit.modeling.image_format import ImageFormat
 from frugalvit.training.data import class_names, load_images
 from frugalvit.training.preprocessing import CorruptImageError, decode_image
 from frugalvit.training.train import SmallDataView
-from frugalvit.training.views import VIEW, EvalView, StreamedViews, Views, as_images, collate, mixing, seeded
+from frugalvit.training.views import (
+    VIEW,
+    EvalView,
+    StreamedViews,
+    Views,
+    as_images,
+    collate,
+    labeled_images,
+    mixing,
+    seeded,
+)
 
 
 FORMAT = ImageFormat((8, 8))
@@ -92,6 +102,15 @@ def test_images_may_have_any_form(kind, tmp_path):
     if kind in LABELED:
         expected = [each // 5 if kind == "folder" else each % 2 for each in colors]
         assert [record["label"] for record in records] == expected
+
+
+@pytest.mark.parametrize("part", ["train", "evaluation"])
+def test_an_image_without_a_label_is_refused(part, images):
+    table = images.select(range(3)).remove_columns("label").add_column("label", [0, -1, 1])
+    unlabeled = table.cast_column("label", images.features["label"])
+    parts = {"train": images, "evaluation": images} | {part: unlabeled}
+    with pytest.raises(ValueError, match=f"1 of 3 images of the split '{part}' have no label, the first is image 1"):
+        labeled_images(**parts)
 
 
 def loaded(views, **options) -> list[dict]:
