@@ -173,22 +173,3 @@ def write_parquet(tmp_path):
         return str(tmp_path / name)
 
     return write
-
-
-@pytest.fixture
-def cached(tmp_path, monkeypatch):
-    """Local hub cache with two revisions of a model: branch main has 3 classes, and tag v1 has 2."""
-    from transformers import ViTImageProcessor
-
-    from tiny import make_vit
-
-    commits = {"main": "0" * 40, "v1": "1" * 40}
-    repository = tmp_path / "models--someone--model"
-    for count, (name, commit) in zip((3, 2), commits.items(), strict=True):
-        folder = repository / "snapshots" / commit
-        make_vit(num_labels=count).save_pretrained(folder)
-        ViTImageProcessor(size={"height": 32, "width": 32}, image_mean=[0.1 * count] * 3).save_pretrained(folder)
-        (repository / "refs").mkdir(exist_ok=True)
-        (repository / "refs" / name).write_text(commit)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

@@ -1,6 +1,5 @@
 """Tests of `Embedder` and `Classifier`."""
 
-import io
 import itertools
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -15,6 +14,7 @@ from torchvision.transforms.v2.functional import pil_to_tensor
 from transformers import AutoImageProcessor, ViTImageProcessor
 
 import frugalvit
+from drawn import encode
 from frugalvit import (
     PatchSparseFormerForImageClassification,
     SparseFormerForImageClassification,
@@ -33,12 +33,6 @@ MODEL = checkpoint_path("cifar10-sparseformer")
 @pytest.fixture(scope="module")
 def images() -> list[Image.Image]:
     return [decode_image(record["image"], index) for index, record in enumerate(load_images(SUBSET, "test[:12]"))]
-
-
-def encoded(image: Image.Image) -> bytes:
-    file = io.BytesIO()
-    image.save(file, "PNG")
-    return file.getvalue()
 
 
 def elastic(**fields) -> PatchSparseFormerForImageClassification:
@@ -61,8 +55,8 @@ def test_embeddings_are_those_of_the_model(images, tmp_path):
     model = SparseFormerForImageClassification.from_pretrained(MODEL).eval()
     expected = extract_features(model, AutoImageProcessor.from_pretrained(MODEL), images)
     images[0].save(tmp_path / "0.png")
-    given = [str(tmp_path / "0.png"), Path(tmp_path / "0.png"), encoded(images[0]), images[0]]
-    given += [{"bytes": encoded(images[0]), "path": None}, np.asarray(images[1]), pil_to_tensor(images[2])]
+    given = [str(tmp_path / "0.png"), Path(tmp_path / "0.png"), encode(np.asarray(images[0])), images[0]]
+    given += [{"bytes": encode(np.asarray(images[0])), "path": None}, np.asarray(images[1]), pil_to_tensor(images[2])]
     given += images[3:]
     embed = frugalvit.Embedder("cifar10-sparseformer", batch_size=5, num_workers=2, device="cpu")
     found = list(embed(image for image in given))
@@ -104,7 +98,7 @@ def test_threads_and_processes_share_a_model(kind, images):
 
 
 def test_errors_belong_to_their_image(images, tmp_path):
-    (tmp_path / "broken.jpg").write_bytes(encoded(images[0])[:100])
+    (tmp_path / "broken.jpg").write_bytes(encode(np.asarray(images[0]))[:100])
     given = [images[0], tmp_path / "broken.jpg", b"no image", images[1], tmp_path / "missing.png", 5]
     given.append(np.ones((8, 8, 3)))
     embed = frugalvit.Embedder("cifar10-sparseformer", return_errors=True, device="cpu")

@@ -16,10 +16,6 @@ from frugalvit import (
 from kinds import KINDS
 
 
-def of_kind(kind: str, **fields):
-    return KINDS[kind].config(**fields)
-
-
 def bootstrapped_vit(vit=(), agent=(), **fields):
     sizes = {"hidden_size": 36, "num_hidden_layers": 3, "intermediate_size": 40, "patch_size": 4}
     vit = {**sizes, "image_size": 32, "num_attention_heads": 6, **dict(vit)}
@@ -31,9 +27,9 @@ MAKE = {
     "sparseformer": SparseFormerConfig,
     "patches": lambda **fields: PatchSparseFormerConfig(**PATCHES | fields),
     "elastic": lambda **fields: SparseFormerConfig(num_latent_tokens=9, **fields),
-    "vit_impulse_init": lambda **fields: of_kind("vit_impulse_init", **fields),
-    "vit_context_broadcast": lambda **fields: of_kind("vit_context_broadcast", **fields),
-    "convmixer": lambda **fields: of_kind("convmixer", **fields),
+    "vit_impulse_init": KINDS["vit_impulse_init"].config,
+    "vit_context_broadcast": KINDS["vit_context_broadcast"].config,
+    "convmixer": KINDS["convmixer"].config,
     "agent_cnn": AgentCNNConfig,
     "bootstrapped_vit": bootstrapped_vit,
 }
@@ -84,7 +80,7 @@ def test_wrong_fields_of_a_family_are_refused(family):
 def test_wrong_fields_of_every_family_are_refused(kind):
     for fields, message in BAD_FIELDS_OF_ALL:
         with pytest.raises((StrictDataclassError, ValueError), match=f"(?s){message}"):
-            of_kind(kind, **fields)
+            KINDS[kind].config(**fields)
 
 
 def test_assigned_fields_are_checked(tmp_path):
@@ -115,7 +111,7 @@ def test_a_class_of_the_other_start_is_refused(model_class, name, right):
 @pytest.mark.parametrize("kind", KINDS)
 def test_variants_and_unknown_fields(kind, tmp_path):
     """Serialization keeps the fields of variants, and unknown fields such as `dataset`."""
-    of_kind(kind, dataset="cifar10").save_pretrained(tmp_path)
+    KINDS[kind].config(dataset="cifar10").save_pretrained(tmp_path)
     config_class = KINDS[kind].config_class
     assert config_class.from_pretrained(tmp_path).dataset == "cifar10"
     for variant in config_class.variants():

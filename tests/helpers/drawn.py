@@ -8,9 +8,9 @@ import numpy as np
 from PIL import Image
 
 
-def encode(pixels: np.ndarray, format: str = "PNG") -> bytes:
+def encode(pixels: np.ndarray) -> bytes:
     buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, format)
+    Image.fromarray(pixels).save(buffer, "PNG")
     return buffer.getvalue()
 
 
@@ -20,9 +20,10 @@ def noise(size: tuple[int, int] = (48, 40), seed: int = 0) -> Image.Image:
     return Image.fromarray(pixels)
 
 
-def scene(seed: int, height: int = 40, width: int = 52) -> tuple[np.ndarray, np.ndarray]:
+def scene(seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Return an image of rectangles and its mask with four classes. Pixel values are 60 times the class numbers."""
     generator = np.random.default_rng(seed)
+    height, width = 40, 52
     mask = np.zeros((height, width), np.uint8)
     for label in (1, 2, 3):
         top, left = generator.integers(0, height - 12), generator.integers(0, width - 12)
@@ -30,15 +31,13 @@ def scene(seed: int, height: int = 40, width: int = 52) -> tuple[np.ndarray, np.
     return np.repeat(60 * mask[:, :, None], 3, axis=2), mask
 
 
-def write_scenes(path: Path, count: int = 12, change=None) -> str:
-    """Write images and masks to a parquet file and return its path. The function `change` edits the columns."""
-    scenes = [scene(seed) for seed in range(count)]
+def write_scenes(path: Path) -> str:
+    """Write 12 images and their masks to a parquet file and return its path."""
+    scenes = [scene(seed) for seed in range(12)]
     columns = {
         "image": [{"bytes": encode(image), "path": None} for image, _ in scenes],
         "annotation": [{"bytes": encode(mask), "path": None} for _, mask in scenes],
     }
-    if change:
-        change(columns)
     table = datasets.Dataset.from_dict(columns)
     for column in columns:
         table = table.cast_column(column, datasets.Image())

@@ -2,7 +2,9 @@
 
 from dataclasses import dataclass
 
+import torch
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils import ModelOutput
 
 import frugalvit
 
@@ -40,6 +42,12 @@ class Kind:
     @property
     def classifier(self) -> type[PreTrainedModel]:
         return self.classes[1]
+
+
+def main_output(outputs: ModelOutput) -> torch.Tensor:
+    """Return logits, image embeddings, tokens, or the last feature map of a backbone."""
+    name = next(name for name in ("logits", "image_embeds", "last_hidden_state", "feature_maps") if name in outputs)
+    return outputs[name][-1] if name == "feature_maps" else outputs[name]
 
 
 SHARED = {"image_size": 32, "resize_size": None, "num_labels": 3}

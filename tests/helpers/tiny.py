@@ -74,11 +74,11 @@ IMAGE = WORDS.index("<image>")
 VISION = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 4}
 
 
-def make_llava(vision_class=CLIPVisionConfig, vision_layers=6, **fields) -> LlavaForConditionalGeneration:
+def make_llava(**fields) -> LlavaForConditionalGeneration:
     torch.manual_seed(0)
     language = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = LlavaConfig(
-        vision_config=vision_class(image_size=32, patch_size=4, **VISION | {"num_hidden_layers": vision_layers}),
+        vision_config=CLIPVisionConfig(image_size=32, patch_size=4, **VISION),
         text_config=LlamaConfig(vocab_size=len(WORDS), pad_token_id=0, eos_token_id=None, **language),
         image_token_index=IMAGE,
         **fields,
@@ -108,12 +108,12 @@ def make_processor(llava) -> LlavaProcessor:
 PALIGEMMA_TOKENS = 1300
 
 
-def make_paligemma(text_class=Gemma2Config) -> PaliGemmaForConditionalGeneration:
+def make_paligemma() -> PaliGemmaForConditionalGeneration:
     torch.manual_seed(0)
     language = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = PaliGemmaConfig(
         vision_config=SiglipVisionConfig(image_size=32, patch_size=4, vision_use_head=False, **VISION),
-        text_config=text_class(
+        text_config=Gemma2Config(
             vocab_size=PALIGEMMA_TOKENS,
             num_key_value_heads=1,
             head_dim=8,

@@ -1,10 +1,14 @@
 """Run training commands in this process, on a few images."""
 
 import importlib
+from pathlib import Path
 
 import datasets
 import pytest
+import timm
 import torch
+from timm.models._hub import save_for_hf
+from torch import nn
 from torch.utils.data import Dataset
 
 from frugalvit.training.data import load_images
@@ -70,6 +74,21 @@ def measured(model, processor) -> float:
 def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]):
     """Check that two dictionaries have the same names, and tensors that are equal bit by bit."""
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+# Arguments of a small ViT of timm.
+TIMM = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 3, "num_heads": 2}
+
+
+def save_timm(folder: Path, labels: list[str] | None = None, num_classes: int = 5) -> nn.Module:
+    """Save a small ViT in timm's format, and return the ViT."""
+    options = TIMM | {"num_classes": num_classes}
+    torch.manual_seed(0)
+    model = timm.create_model("vit_tiny_patch16_224", **options).eval()
+    config = {"label_names": labels} if labels else {}
+    images = {"input_size": (3, 32, 32), "mean": (0.5, 0.4, 0.3), "crop_pct": 0.8}
+    save_for_hf(model, folder, config, model_args=options, data_config=images, safe_serialization=True)
+    return model
 
 
 class Pairs(Dataset):

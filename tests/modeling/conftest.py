@@ -8,7 +8,6 @@ import pyarrow.parquet
 import pytest
 import torch
 from PIL import Image
-from transformers import PreTrainedConfig
 
 from kinds import KINDS
 
@@ -18,16 +17,6 @@ def fresh_compiler():
     """Reset `torch.compile` before each test, because PyTorch limits how often a process compiles a function."""
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
-
-
-@pytest.fixture(scope="session")
-def make_config():
-    """Return a function that makes a tiny configuration of a kind in `KINDS`."""
-
-    def make(kind: str, **fields) -> PreTrainedConfig:
-        return KINDS[kind].config(**fields)
-
-    return make
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 import transformers
 
 from frugalvit import ConvMixerConfig, ConvMixerForImageClassification, ConvMixerModel
+from kinds import KINDS
 
 
 FROZEN = ("random", "impulse", "box")
@@ -36,9 +37,9 @@ def test_follows_the_definition(kernel_size, make_model, pixel_values):
 
 @pytest.mark.parametrize("kernel_size", [3, 8])
 @pytest.mark.parametrize("spatial_filters", ["trained", *FROZEN])
-def test_filters_are_initialized_by_their_kind(spatial_filters, kernel_size, make_config):
+def test_filters_are_initialized_by_their_kind(spatial_filters, kernel_size):
     torch.manual_seed(0)
-    config = make_config("convmixer", hidden_size=256, kernel_size=kernel_size, spatial_filters=spatial_filters)
+    config = KINDS["convmixer"].config(hidden_size=256, kernel_size=kernel_size, spatial_filters=spatial_filters)
     filters = torch.cat([layer.spatial_mixing.weight for layer in ConvMixerModel(config).layers]).flatten(1)
     norms, size = filters.norm(dim=1), kernel_size**2
     # Filters of every kind have the same root mean square as uniform values from -1 / kernel_size to 1 / kernel_size.
@@ -52,9 +53,9 @@ def test_filters_are_initialized_by_their_kind(spatial_filters, kernel_size, mak
 
 
 @pytest.mark.parametrize("spatial_filters", ["trained", *FROZEN])
-def test_frozen_filters_and_their_biases_are_never_trained(spatial_filters, make_config, pixel_values, tmp_path):
+def test_frozen_filters_and_their_biases_are_never_trained(spatial_filters, pixel_values, tmp_path):
     torch.manual_seed(0)
-    model = ConvMixerForImageClassification(make_config("convmixer", spatial_filters=spatial_filters))
+    model = ConvMixerForImageClassification(KINDS["convmixer"].config(spatial_filters=spatial_filters))
     model.save_pretrained(tmp_path)
     model = transformers.AutoModelForImageClassification.from_pretrained(tmp_path).requires_grad_(True).train()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

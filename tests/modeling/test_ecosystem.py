@@ -7,7 +7,7 @@ import transformers
 from PIL import Image
 from transformers import Trainer, TrainingArguments
 
-from kinds import KINDS
+from kinds import KINDS, main_output
 
 
 def nightly_but(*kinds: str, of=tuple(KINDS)):
@@ -20,7 +20,7 @@ TRANSFORMERS = ("bootstrapped", "patches", "v1", "vit_impulse_init", "vit_contex
 
 
 @pytest.fixture(scope="module")
-def cifar10(make_config, photographs) -> list[dict]:
+def cifar10(photographs) -> list[dict]:
     images, labels = photographs
     processor = transformers.ViTImageProcessor(size={"height": 32, "width": 32})
     batch = processor(images, return_tensors="pt")["pixel_values"]
@@ -30,10 +30,7 @@ def cifar10(make_config, photographs) -> list[dict]:
 def test_a_training_step_changes_most_weights_of_each_class(kind, make_model, pixel_values):
     for model_class in KINDS[kind].classes:
         model = make_model(model_class, kind).train()
-        outputs = model(pixel_values)
-        names = ("logits", "image_embeds", "feature_maps", "pooler_output")
-        output = next(outputs[name] for name in names if name in outputs)
-        (output[-1] if isinstance(output, tuple) else output).square().mean().backward()
+        main_output(model(pixel_values)).square().mean().backward()
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         learned = [parameter for parameter in trained if parameter.grad is not None and parameter.grad.any()]
         assert len(learned) > 0.8 * len(trained) and all(parameter.grad.isfinite().all() for parameter in learned)

@@ -7,6 +7,7 @@ import torch
 
 import frugalvit
 from frugalvit.modeling.focusing import initial_rois
+from kinds import main_output
 
 
 COUNTS = {"bootstrapped": [4, 6, 9], "patches": [4, 9, 16]}
@@ -25,12 +26,6 @@ def elastic(request, make_model):
         )
 
     return make
-
-
-def main_output(outputs) -> torch.Tensor:
-    if "feature_maps" in outputs:
-        return outputs.feature_maps[-1]
-    return outputs.logits if "logits" in outputs else outputs[0]
 
 
 @pytest.mark.parametrize("ending", ["Model", "ForImageClassification", "VisionModelWithProjection", "Backbone"])

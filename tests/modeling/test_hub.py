@@ -15,10 +15,9 @@ from safetensors.torch import load_file, save, save_file
 from transformers import dynamic_module_utils
 
 from frugalvit.modeling.hub import source_files
-from kinds import KINDS
+from kinds import KINDS, main_output
 
 
-MAIN_OUTPUTS = ("logits", "image_embeds", "last_hidden_state", "feature_maps")
 TASKS = {
     "ForImageClassification": "AutoModelForImageClassification",
     "ForSemanticSegmentation": "AutoModelForSemanticSegmentation",
@@ -26,13 +25,6 @@ TASKS = {
 # Files of a saved folder that are not code.
 OTHER_FILES = {"README.md", "config.json", "model.safetensors", "preprocessor_config.json"}
 OTHER_FILES |= {"modules.json", "sentence_bert_config.json"}
-
-
-@torch.no_grad()
-def main_output(model, pixel_values: torch.Tensor) -> torch.Tensor:
-    outputs = model.eval()(pixel_values)
-    output = next(outputs[name] for name in MAIN_OUTPUTS if getattr(outputs, name, None) is not None)
-    return output[-1] if isinstance(output, tuple) else output
 
 
 def assert_same(output: torch.Tensor, expected: torch.Tensor, name: str):
@@ -62,6 +54,7 @@ FEW += [(kind, each, auto_class(each)) for kind in ("bootstrapped", "patches") f
 
 
 @pytest.fixture(scope="module")
+@torch.no_grad()
 def saved(tmp_path_factory, make_model, pixel_values) -> tuple[Path, dict[str, torch.Tensor]]:
     """Save a model of each class of each kind. Return the parent folder and the output of each model by name."""
     root, outputs = tmp_path_factory.mktemp("saved"), {}
@@ -70,8 +63,8 @@ def saved(tmp_path_factory, make_model, pixel_values) -> tuple[Path, dict[str, t
             name = folder_name(kind, model_class)
             model = make_model(model_class, kind)
             model.save_pretrained(root / name)
-            outputs[name] = main_output(model, pixel_values)
-            outputs[f"{name}/AutoModel"] = main_output(model.base_model, pixel_values)
+            outputs[name] = main_output(model(pixel_values))
+            outputs[f"{name}/AutoModel"] = main_output(model.base_model(pixel_values))
     return root, outputs
 
 
@@ -100,6 +93,7 @@ def test_loads_and_computes_the_same_without_the_package(saved, pixel_values, tm
 
 
 @pytest.mark.parametrize("kinds", [["patches"], pytest.param(list(KINDS), marks=pytest.mark.nightly)])
+@torch.no_grad()
 def test_fine_tuned_remote_code(kinds, saved, tmp_path):
     """`Trainer` fine-tunes a saved model in a process that cannot import frugalvit. The checkpoints contain the
     model's code. A resumed run gives the same logits as an uninterrupted run. The result also loads with frugalvit."""
@@ -115,7 +109,7 @@ def test_fine_tuned_remote_code(kinds, saved, tmp_path):
             assert torch.equal(logits[name], logits["trained"]), name
         model = transformers.AutoModelForImageClassification.from_pretrained(folder / "saved")
         assert type(model) is KINDS[kind].classifier
-        assert torch.equal(main_output(model, logits["pixel_values"]), logits["trained"])
+        assert torch.equal(main_output(model(logits["pixel_values"])), logits["trained"])
 
 
 # Users of a hub repository have to trust its code, so a classifier is saved without the code of other tasks.
@@ -145,6 +139,7 @@ class TestFolder:
                 needed = {*dynamic_module_utils.get_imports(path)} - {*sys.stdlib_module_names}
                 assert needed <= {"torch", "transformers", "huggingface_hub"}
 
+    @torch.no_grad()
     def test_the_code_of_the_card_loads_the_model(self, kind, saved, pixel_values):
         for model_class in KINDS[kind].classes:
             folder = saved[0] / folder_name(kind, model_class)
@@ -156,7 +151,7 @@ class TestFolder:
             # `AutoModel` loads a saved vision model as the family's base model.
             as_base = model_class.__name__.endswith("SparseFormerVisionModel")
             assert type(names["model"]).__name__ == (KINDS[kind].base if as_base else model_class).__name__
-            assert_same(main_output(names["model"], pixel_values), saved[1][folder.name], folder.name)
+            assert_same(main_output(names["model"](pixel_values)), saved[1][folder.name], folder.name)
 
 
 def test_an_upload_has_all_files_but_keeps_a_card_on_the_hub(make_model, hub, tmp_path):

@@ -7,6 +7,7 @@ import transformers
 from frugalvit import ViTImpulseInitForImageClassification, ViTImpulseInitModel
 from frugalvit.modeling import modeling_vit_impulse_init
 from frugalvit.modeling.initialization import initialize_attention_, start_attention_
+from kinds import KINDS
 
 
 CHOICES = [
@@ -55,10 +56,10 @@ def solved(monkeypatch) -> list[str]:
 
 
 class TestInitialization:
-    def test_a_new_model_is_initialized_once(self, make_config, solved):
-        ViTImpulseInitForImageClassification(make_config("vit_impulse_init"))
-        transformers.AutoModel.from_config(make_config("vit_impulse_init", initialization="mimetic"))
-        ViTImpulseInitModel(make_config("vit_impulse_init", initialization="trunc_normal"))
+    def test_a_new_model_is_initialized_once(self, solved):
+        ViTImpulseInitForImageClassification(KINDS["vit_impulse_init"].config())
+        transformers.AutoModel.from_config(KINDS["vit_impulse_init"].config(initialization="mimetic"))
+        ViTImpulseInitModel(KINDS["vit_impulse_init"].config(initialization="trunc_normal"))
         assert solved == ["impulse", "mimetic"]
 
     def test_loading_weights_runs_no_initialization(self, make_model, solved, pixel_values, tmp_path):
@@ -86,12 +87,12 @@ class TestInitialization:
             ("mimetic", {"value_init": "default"}),
         ],
     )
-    def test_initialization_options_are_those_of_the_in_place_function(self, name, options, make_config):
+    def test_initialization_options_are_those_of_the_in_place_function(self, name, options):
         torch.manual_seed(0)
-        config = make_config("vit_impulse_init", initialization=name, initialization_options=options)
+        config = KINDS["vit_impulse_init"].config(initialization=name, initialization_options=options)
         model = ViTImpulseInitModel(config)
         torch.manual_seed(0)
-        expected = ViTImpulseInitModel(make_config("vit_impulse_init", initialization="trunc_normal"))
+        expected = ViTImpulseInitModel(KINDS["vit_impulse_init"].config(initialization="trunc_normal"))
         initialize_attention_(expected, name, positions="keep", **options)
         expected = expected.state_dict()
         assert all(torch.equal(weight, expected[key]) for key, weight in model.state_dict().items())

@@ -9,7 +9,7 @@ from trainings import TINY_STUDENT, logged, run_command
 from drawn import draw_classes
 from frugalvit import BootstrapArguments, publish
 from frugalvit.training.arguments import DataArguments
-from frugalvit.training.cards import write_card
+from frugalvit.training.cards import portable_command, write_card
 from tiny import make_vit
 
 
@@ -66,3 +66,17 @@ def test_a_student_names_its_teacher_and_data(base_model, hub_id, tmp_path):
     assert data.library_name == "transformers" and data.datasets == ["uoft-cs/cifar10"]
     [result] = data.eval_results
     assert (result.dataset_type, result.dataset_name, result.metric_value) == ("owner/images", "owner/images", 0.91)
+
+
+@pytest.mark.parametrize(
+    ("given", "portable"),
+    [
+        ("--dataset /data/a /data/b --output /data/runs/out", "--dataset path/to/images path/to/images --output out"),
+        ("--dataset=/data/a", "--dataset=path/to/images"),
+        ("--teacher open_clip:local-dir:/models/clip", "--teacher open_clip:local-dir:clip"),
+        ("--teacher ~/models/vit --config ../c.yaml", "--teacher vit --config c.yaml"),
+        ("--prompt 'USER: {image}\n{question} yes/no'", "--prompt 'USER: {image}\n{question} yes/no'"),
+    ],
+)
+def test_commands_that_others_can_give(given, portable):
+    assert portable_command(f"frugalvit train {given}", ["/data/a", "/data/b"]) == f"frugalvit train {portable}"

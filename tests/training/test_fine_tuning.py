@@ -6,8 +6,7 @@ import pytest
 import timm
 import torch
 from safetensors.torch import load_file
-from timm.models._hub import save_for_hf
-from trainings import logged, measured, run_command
+from trainings import TIMM, logged, measured, run_command, save_timm
 from transformers import AutoImageProcessor, AutoModelForImageClassification
 
 from frugalvit import (
@@ -23,34 +22,7 @@ from tiny import save_vit
 
 
 make, run = functools.partial(make_trainer, "train"), functools.partial(run_command, "train")
-SIZES = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 3, "num_heads": 2}
-IMAGES = {"input_size": (3, 32, 32), "crop_pct": 1.0}
 PLAIN = {"mixup": 0, "randaugment_layers": 0, "label_smoothing_factor": 0, "flip": 0, "crop_padding": 0}
-
-
-@pytest.fixture
-def timm_vit(tmp_path):
-    """Return a function that saves a small ViT in timm's format."""
-
-    def save(architecture="vit_tiny_patch16_224", labels=None, **options):
-        torch.manual_seed(0)
-        options = SIZES | {"num_classes": 5} | options
-        labels = {"label_names": labels} if labels else {}
-        model, folder = timm.create_model(architecture, **options), tmp_path / "timm"
-        save_for_hf(model, folder, labels, model_args=options, data_config=IMAGES, safe_serialization=True)
-        return folder
-
-    return save
-
-
-@pytest.fixture
-def transformers_vit(tmp_path):
-    return lambda **options: save_vit(tmp_path / "vit", **{"num_hidden_layers": 3, "num_labels": 5} | options)
-
-
-@pytest.fixture(params=["timm_vit", "transformers_vit"])
-def vit(request):
-    return request.getfixturevalue(request.param)
 
 
 def load(folder):
@@ -59,9 +31,10 @@ def load(folder):
     return model.eval(), processor
 
 
-def test_a_folder_of_timm_from_training_to_its_uses(timm_vit, tmp_path, class_names):
+def test_a_folder_of_timm_from_training_to_its_uses(tmp_path, class_names):
     """The model learns. Auto classes, `frugalvit bootstrap` and timm load the trained model."""
-    folder, out = timm_vit(labels=["ant", "bee", "cow", "dog", "emu"]), tmp_path / "out"
+    folder, out = tmp_path / "timm", tmp_path / "out"
+    save_timm(folder, ["ant", "bee", "cow", "dog", "emu"])
     own = run(out, model=folder, num_train_epochs=8, learning_rate=5e-3, **PLAIN)
     losses = logged(own, "loss")
     assert sum(losses[-4:]) < sum(losses[:4]) - 1
@@ -69,7 +42,7 @@ def test_a_folder_of_timm_from_training_to_its_uses(timm_vit, tmp_path, class_na
     assert model.config.id2label == dict(enumerate(class_names)) and model.config.label2id["truck"] == 9
     assert measured(model, processor) == pytest.approx(own.metrics["accuracy"])
     assert "A vit_tiny_patch16_224 classifier" in (out / "README.md").read_text(encoding="utf-8")
-    there = timm.create_model("vit_tiny_patch16_224", **SIZES, num_classes=10).eval()
+    there = timm.create_model("vit_tiny_patch16_224", **TIMM, num_classes=10).eval()
     there.load_state_dict(load_file(out / "model.safetensors"))
     pixel_values = torch.randn(1, 3, 32, 32)
     torch.testing.assert_close(there(pixel_values), model(pixel_values).logits)
@@ -77,9 +50,14 @@ def test_a_folder_of_timm_from_training_to_its_uses(timm_vit, tmp_path, class_na
     assert student.config.id2label == model.config.id2label
 
 
-def test_a_thousand_classes_become_ten(vit, tmp_path, class_names):
+@pytest.mark.parametrize("library", ["timm", "transformers"])
+def test_a_thousand_classes_become_ten(library, tmp_path, class_names):
     """Only the classifier is replaced. With `context_broadcast_blend`, the logits do not change at the start."""
-    folder = vit(**{"num_classes" if "timm" in str(vit) else "num_labels": 1000})
+    folder = tmp_path / "vit"
+    if library == "timm":
+        save_timm(folder, num_classes=1000)
+    else:
+        save_vit(folder, num_labels=1000)
     options = {"context_broadcast": "cb", "context_broadcast_blend": True}
     own = run(tmp_path / "out", model=folder, learning_rate=1e-9, max_steps=1, **options)
     before, (model, _) = load_model(folder, "image-feature-extraction", "cpu")[0].state_dict(), load(tmp_path / "out")

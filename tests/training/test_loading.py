@@ -6,12 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import timm
 import torch
 import transformers
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from timm.models._hub import save_for_hf
+from trainings import save_timm
 
 import frugalvit.architectures
 from drawn import noise
@@ -21,11 +20,27 @@ from frugalvit.modeling.image_format import ImageFormat
 from frugalvit.training.loading import load_model
 from frugalvit.training.preprocessing import restore_images
 from frugalvit.training.views import EvalView
-from tiny import save_vit
+from tiny import make_vit, save_vit
 
 
-# Commits of the model that the fixture `cached` of conftest.py saves.
+# Commits of the model that the fixture `cached` saves.
 COMMITS = {"main": "0" * 40, "v1": "1" * 40}
+
+
+@pytest.fixture
+def cached(tmp_path, monkeypatch):
+    """Local hub cache with two revisions of a model: branch main has 3 classes, and tag v1 has 2."""
+    repository = tmp_path / "models--someone--model"
+    for count, (name, commit) in zip((3, 2), COMMITS.items(), strict=True):
+        folder = repository / "snapshots" / commit
+        make_vit(num_labels=count).save_pretrained(folder)
+        transformers.ViTImageProcessor(size={"height": 32, "width": 32}, image_mean=[0.1 * count] * 3).save_pretrained(
+            folder
+        )
+        (repository / "refs").mkdir(exist_ok=True)
+        (repository / "refs" / name).write_text(commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
 
 @pytest.mark.parametrize(("revision", "count"), [("", 3), ("@main", 3), ("@v1", 2), (f"@{COMMITS['v1']}", 2)])
@@ -129,19 +144,10 @@ def test_a_wrong_name_is_refused_before_the_hub_is_asked(name, message, monkeypa
             load(name)
 
 
-def write_timm(folder: Path, num_classes: int) -> torch.nn.Module:
-    sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
-    torch.manual_seed(0)
-    model = timm.create_model("vit_tiny_patch16_224", num_classes=num_classes, **sizes).eval()
-    images = {"input_size": (3, 32, 32), "mean": (0.5, 0.4, 0.3), "crop_pct": 0.8}
-    save_for_hf(model, folder, model_args=sizes, data_config=images, safe_serialization=True)
-    return model
-
-
 @pytest.mark.parametrize("num_classes", [0, 3])
 def test_timms_folders(num_classes, tmp_path):
     name = tmp_path / "model"
-    expected = write_timm(name, num_classes)
+    expected = save_timm(name, num_classes=num_classes)
     model, processor = load_model(name, "image-feature-extraction", "cpu")
     assert type(model) is (
         transformers.TimmWrapperForImageClassification if num_classes else transformers.TimmWrapperModel

@@ -11,17 +11,12 @@ from hypothesis import strategies as st
 from PIL import Image
 from torchvision.transforms import InterpolationMode
 
-from drawn import encode, scene
+from drawn import encode, save, scene
 from frugalvit.modeling.image_format import ImageFormat
 from frugalvit.training import segment
 from frugalvit.training.masks import MaskReader, load_masked_images, load_masked_splits, masked_split_names
 from frugalvit.training.segment import MaskedDataArguments, SegmentationView
 from frugalvit.training.views import seeded
-
-
-def draw(path, size=(8, 6)):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.new("L", size).save(path)
 
 
 @pytest.mark.parametrize(
@@ -32,7 +27,7 @@ def test_folders_of_splits_have_the_usual_names(folders, evaluated, count, tmp_p
     for kind in ("images", "annotations"):
         for folder, images in zip(folders, (4, 3, 2), strict=False):
             for number in range(images):
-                draw(tmp_path / kind / folder / f"{number}.png")
+                save(tmp_path / kind / folder / f"{number}.png")
     data = MaskedDataArguments(dataset=[str(tmp_path)])
     train, evaluation, *_ = load_masked_splits(data)
     assert data.evaluated == evaluated and (len(train), len(evaluation)) == (4, count)
@@ -44,8 +39,8 @@ def test_folders_of_splits_have_the_usual_names(folders, evaluated, count, tmp_p
 @pytest.mark.parametrize("split", ["train", "."])
 def test_masks_and_images_are_images_alone(split, tmp_path):
     for number in range(2):
-        draw(tmp_path / "images" / split / f"{number}.png")
-        draw(tmp_path / "masks" / split / f"{number}.png")
+        save(tmp_path / "images" / split / f"{number}.png")
+        save(tmp_path / "masks" / split / f"{number}.png")
     for stray in (
         *("masks/train/0.json", "masks/train/0.jpg", "masks/train/.0.png", "masks/train/@eaDir/0.png"),
         *("images/train/Thumbs.db", "images/.ipynb_checkpoints/0.png", "images/readme.txt", "annotations/train/0.xml"),
@@ -53,7 +48,7 @@ def test_masks_and_images_are_images_alone(split, tmp_path):
         file = tmp_path / stray.replace("/train/", f"/{split}/")
         file.parent.mkdir(parents=True, exist_ok=True)
         if file.suffix in (".jpg", ".png"):
-            draw(file)
+            save(file)
         else:
             file.write_text("{}")
     table = load_masked_images(str(tmp_path), "train")
@@ -74,7 +69,7 @@ def test_images_without_pictures_of_masks_are_refused(masks, message, tmp_path):
         if name.endswith(".npy"):
             np.save(tmp_path / name, np.zeros((6, 8), np.uint8))
         else:
-            draw(tmp_path / name)
+            save(tmp_path / name)
         (tmp_path / "masks").mkdir(exist_ok=True)
     with pytest.raises(ValueError, match=message):
         load_masked_images(str(tmp_path), "train")
