@@ -91,8 +91,7 @@ class TestInference:
 
 
 class TestCommand:
-    @pytest.mark.parametrize("suffix", [".safetensors", ".pth"])
-    @pytest.mark.parametrize("variant", ["v1", "bootstrapped"])
+    @pytest.mark.parametrize(("variant", "suffix"), [("v1", ".safetensors"), ("bootstrapped", ".pth")])
     @torch.no_grad()
     def test_classifiers(self, tmp_path, capsys, variant, suffix):
         source = tmp_path / f"checkpoint{suffix}"

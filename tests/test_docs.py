@@ -5,7 +5,6 @@ import json
 import re
 import shlex
 import shutil
-import textwrap
 from pathlib import Path
 
 import datasets
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from pages import PAGES, ROOT, steps
 from PIL import Image
 from transformers import (
     CLIPConfig,
@@ -32,8 +32,6 @@ from frugalvit.cli import main
 from tiny import make_llava, make_processor, word_tokenizer
 
 
-ROOT = Path(__file__).resolve().parents[1]
-PAGES = {str(file.relative_to(ROOT)): file for file in (ROOT / "README.md", *sorted(ROOT.glob("docs/*.md")))}
 # Commands that start with a key of this dict are skipped. The value is the reason.
 NOT_HERE = {
     "pip install": "tests do not change the environment; .ci/run installs",
@@ -83,25 +81,6 @@ SHORT = {
     "swap": ["--images", "8"],
 }
 SUBSET = ["--train_split", "train[:64]", "--eval_split", "test[:8]", "--per_device_train_batch_size", "32"]
-
-
-def blocks(page: Path) -> list[tuple[str, str]]:
-    """Return the language and the content of each code block of a page, in order."""
-    text = page.read_text(encoding="utf-8")
-    found = re.findall(r"^ *```(bash|python)\n(.*?)^ *```$", text, re.MULTILINE | re.DOTALL)
-    return [(language, textwrap.dedent(code)) for language, code in found]
-
-
-def steps(page: Path) -> list[tuple[str, str]]:
-    """Return the language and the code of each step of a page, in order. A step is one command or one Python block."""
-    found = []
-    for language, code in blocks(page):
-        if language == "python":
-            found.append((language, code))
-        else:
-            lines = code.replace("\\\n", " ").replace("&&", "\n").splitlines()
-            found += [(language, line.strip()) for line in lines if line.strip()]
-    return found
 
 
 def draw(path: Path, number: int):
@@ -200,14 +179,14 @@ def run(line: str, monkeypatch):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("name", "teacher"),
-    [("docs/training.md", "vit"), *((name, "dinov2-classifier") for name, page in PAGES.items() if blocks(page))],
+    [("docs/training.md", "vit"), *((name, "dinov2-classifier") for name, page in PAGES.items() if steps(page))],
 )
 def test_pages_run_from_top_to_bottom(name, teacher, models, hub, imported_once, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     # Each page runs in its own copy of the folder, because the page's code writes files.
     shutil.copytree(models, tmp_path, dirs_exist_ok=True)
     # The folder `teacher` must not exist if the page itself trains this model.
-    if "--output_dir teacher" not in PAGES[name].read_text(encoding="utf-8"):
+    if "--output_dir teacher" not in PAGES[name]:
         Path("teacher").symlink_to(teacher)
     for folder in ("checkpoints", "docs"):
         Path(folder).symlink_to(ROOT / folder)

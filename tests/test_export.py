@@ -30,7 +30,7 @@ from frugalvit.predict import predict
 from frugalvit.training.cards import share_error
 from frugalvit.training.choices import SUBSET
 from frugalvit.training.data import class_names, load_images
-from tiny import randomize, word_tokenizer
+from tiny import PATCHES, randomize, word_tokenizer
 
 
 # The scores of untrained weights are nearly equal, so int8 may change labels. `--force` allows these exports.
@@ -73,19 +73,9 @@ sys.meta_path.insert(0, Blocker())
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """Save a small SparseFormer whose image processor resizes and crops, and return its folder."""
-    config = frugalvit.PatchSparseFormerConfig(
-        image_size=32,
-        resize_size=36,
-        patch_size=4,
-        num_latent_tokens=4,
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=64,
-        num_labels=10,
-        image_mean=(0.5, 0.45, 0.4),
-        image_std=(0.45, 0.5, 0.55),
-    )
+    sizes = PATCHES | {"num_latent_tokens": 4, "num_hidden_layers": 1, "intermediate_size": 64, "num_labels": 10}
+    images = {"resize_size": 36, "image_mean": (0.5, 0.45, 0.4), "image_std": (0.45, 0.5, 0.55)}
+    config = frugalvit.PatchSparseFormerConfig(**sizes, **images)
     torch.manual_seed(0)
     model = randomize(frugalvit.PatchSparseFormerForImageClassification(config), 0.2)
     model.config.id2label = dict(enumerate(class_names(load_images(SUBSET, "test"))))

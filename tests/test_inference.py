@@ -25,6 +25,7 @@ from frugalvit.reading import count_threads, read_ahead
 from frugalvit.training.choices import SUBSET
 from frugalvit.training.data import load_images
 from frugalvit.training.preprocessing import CorruptImageError, decode_image, prepare_images
+from tiny import PATCHES
 
 
 MODEL = checkpoint_path("cifar10-sparseformer")
@@ -37,16 +38,7 @@ def images() -> list[Image.Image]:
 
 def elastic(**fields) -> PatchSparseFormerForImageClassification:
     torch.manual_seed(0)
-    config = frugalvit.PatchSparseFormerConfig(
-        image_size=32,
-        patch_size=4,
-        num_latent_tokens=16,
-        elastic_token_counts=[4, 9, 16],
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        **fields,
-    )
+    config = frugalvit.PatchSparseFormerConfig(**PATCHES, elastic_token_counts=[4, 9, 16], **fields)
     return PatchSparseFormerForImageClassification(config).eval()
 
 

@@ -9,18 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pages import CARDS, PAGES, ROOT
 
 
-ROOT = Path(__file__).resolve().parents[1]
-
-
-def texts(*patterns: str) -> dict[str, str]:
-    files = [file for pattern in patterns for file in sorted(ROOT.glob(pattern))]
-    return {str(file.relative_to(ROOT)): file.read_text(encoding="utf-8") for file in files}
-
-
-PAGES = texts("README.md", "docs/*.md")
-CARDS = texts("checkpoints/*/README.md")
 # Each list has the numbers of one table in a paper.
 QUOTED = [
     [*table.values()]

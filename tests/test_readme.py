@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pages import CARDS, PAGES, ROOT, steps
 from PIL import Image
 from transformers import AutoConfig, AutoModel, AutoProcessor
 
@@ -20,21 +21,9 @@ from frugalvit.training.arguments import ArgumentParser
 from frugalvit.training.files import shipped_checkpoints
 
 
-ROOT = Path(__file__).resolve().parents[1]
-FILES = [ROOT / "README.md", *ROOT.glob("docs/*.md")]
-PAGES = {str(file.relative_to(ROOT)): file.read_text(encoding="utf-8") for file in FILES}
-
-
-CARDS = [file.read_text(encoding="utf-8") for file in sorted(ROOT.glob("checkpoints/*/README.md"))]
 # Model cards that name an older commit are left out, because their commands may not run at later commits.
-CURRENT = [*PAGES.values(), *(card for card in CARDS if "at the commit that" not in card)]
-COMMAND_LINES = [
-    line.strip()
-    for text in CURRENT
-    for block in re.findall(r"^ *```bash\n(.*?)^ *```$", text, re.MULTILINE | re.DOTALL)
-    for line in block.replace("\\\n", " ").replace("&&", "\n").splitlines()
-    if line.strip().startswith("frugalvit ")
-]
+CURRENT = [*PAGES.values(), *(card for card in CARDS.values() if "at the commit that" not in card)]
+COMMAND_LINES = [code for page in CURRENT for _, code in steps(page) if code.startswith("frugalvit ")]
 
 
 def test_code_of_every_card_runs(tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ from frugalvit import (
     checkpoint_path,
 )
 from kinds import KINDS
+from tiny import PATCHES
 
 
 def bootstrapped_vit(vit=(), agent=(), **fields):
@@ -22,7 +23,6 @@ def bootstrapped_vit(vit=(), agent=(), **fields):
     return BootstrappedViTConfig(vit_config=vit, agent_config={**sizes, "num_positions": 6, **dict(agent)}, **fields)
 
 
-PATCHES = {"image_size": 32, "patch_size": 4, "num_latent_tokens": 16, "hidden_size": 32, "num_attention_heads": 2}
 MAKE = {
     "sparseformer": SparseFormerConfig,
     "patches": lambda **fields: PatchSparseFormerConfig(**PATCHES | fields),

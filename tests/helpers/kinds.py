@@ -18,14 +18,12 @@ class Kind:
         variant (`str`, *optional*): Name of the variant whose fields the tiny configuration starts with.
         fields (`dict`): Fields that replace the variant's fields to make models small.
         classes (`tuple`): Model classes: first the base model, then the classifier, then other classes.
-        any_size (`bool`): Whether one exported program accepts images of any size.
     """
 
     config_class: type[PreTrainedConfig]
     variant: str | None
     fields: dict
     classes: tuple[type[PreTrainedModel], ...]
-    any_size: bool = True
 
     def config(self, model_class: type[PreTrainedModel] | None = None, **fields) -> PreTrainedConfig:
         """Return the tiny configuration of `model_class` (default: the base model) with changed `fields`."""
@@ -93,7 +91,6 @@ KINDS = {
         None,
         PATCHES | {"num_latent_tokens": 9, "placement": "content", "pooling": "mean", "rope_theta": 100.0},
         (*PATCH_SPARSEFORMERS[:2], frugalvit.PatchSparseFormerBackbone),
-        any_size=False,
     ),
     "v1": Kind(frugalvit.SparseFormerConfig, "v1-tiny", {**SPARSEFORMER, "num_attention_heads": 16}, SPARSEFORMERS),
     "vit_impulse_init": Kind(
@@ -101,14 +98,12 @@ KINDS = {
         "vit-tiny-h3-32",
         {**SHARED, "patch_size": 4, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2},
         (frugalvit.ViTImpulseInitModel, frugalvit.ViTImpulseInitForImageClassification),
-        any_size=False,
     ),
     "vit_context_broadcast": Kind(
         frugalvit.ViTContextBroadcastConfig,
         "vit-tiny-cb_s-224",
         {**SHARED, "patch_size": 4, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2},
         (frugalvit.ViTContextBroadcastModel, frugalvit.ViTContextBroadcastForImageClassification),
-        any_size=False,
     ),
     "agent_cnn": Kind(
         frugalvit.AgentCNNConfig,

@@ -51,6 +51,15 @@ def word_tokenizer(words: list[str], **options) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", **options)
 
 
+# Configuration fields of a small SparseFormer with patches.
+PATCHES = {
+    "image_size": 32,
+    "patch_size": 4,
+    "num_latent_tokens": 16,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
 # Configuration fields of a small ViT.
 VIT = {"image_size": 32, "patch_size": 8, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 

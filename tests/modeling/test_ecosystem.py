@@ -90,13 +90,9 @@ class TestCompilationAndExport:
     @torch.no_grad()
     @nightly_but("patches")
     def test_export(self, kind, classifier, pixel_values):
-        dynamic = torch.export.Dim.DYNAMIC
-        flexible = KINDS[kind].any_size
-        shapes = {0: dynamic, 2: dynamic, 3: dynamic} if flexible else {0: dynamic}
-        program = torch.export.export(classifier, (pixel_values,), dynamic_shapes={"pixel_values": shapes})
-        size = (40, 52) if flexible else (32, 32)
-        other_size = torch.randn(3, 3, *size, generator=torch.Generator().manual_seed(1))
-        for images in (pixel_values, other_size):
+        shapes = {"pixel_values": {0: torch.export.Dim.DYNAMIC}}
+        program = torch.export.export(classifier, (pixel_values,), dynamic_shapes=shapes)
+        for images in (pixel_values, pixel_values[[1, 0, 1]]):
             assert torch.equal(program.module()(images).logits, classifier(images).logits)
 
 

@@ -19,19 +19,10 @@ from frugalvit.modeling.placement import (
     pick_patches,
     split_in_four,
 )
+from tiny import PATCHES
 
 
-TINY = {
-    "image_size": 32,
-    "patch_size": 4,
-    "num_latent_tokens": 16,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_labels": 3,
-    "pooling": "mean",
-    "num_class_tokens": 0,
-}
+TINY = PATCHES | {"num_labels": 3, "pooling": "mean", "num_class_tokens": 0}
 grids = st.tuples(st.integers(2, 7), st.integers(2, 7))
 
 
