@@ -30,10 +30,10 @@ from PIL import Image
 from transformers import AutoModelForImageClassification, PreTrainedModel
 
 from frugalvit.attention import LayerStatistics, measure_attention, patch_grid, stable_rank
-from frugalvit.modeling.initialization import initialize_attention_
+from frugalvit.modeling.initialization import INITIALIZATIONS, initialize_attention_
 from frugalvit.pictures import save_figure
 from frugalvit.training import joint, train
-from frugalvit.training.choices import INITIALIZATIONS, SUBSET
+from frugalvit.training.choices import SUBSET
 from frugalvit.training.data import load_images
 from frugalvit.training.loading import load_model
 from frugalvit.training.models import build_model

@@ -23,6 +23,7 @@ interrupted command can be repeated. Seeds can run in parallel. The output is co
 import copy
 import statistics
 from pathlib import Path
+from typing import get_args
 
 import datasets
 import torch
@@ -37,11 +38,11 @@ from frugalvit import (
     insert_context_broadcast,
 )
 from frugalvit.attention import measure_attention
+from frugalvit.configuration.configuration_vit_context_broadcast import ContextBroadcastKind
 from frugalvit.evaluation.classification import classification_accuracy
 from frugalvit.speed import images_per_second
 from frugalvit.training import train
 from frugalvit.training.arguments import run_program
-from frugalvit.training.choices import CONTEXT_BROADCASTS
 from frugalvit.training.loading import load_model
 from frugalvit.training.preprocessing import decode_image
 from local_vit import LocalViTConfig
@@ -179,7 +180,7 @@ TABLES = {
     },
     "longer": {"none": vit(None, **DEIT), "cb at mlp_end": vit("cb", **DEIT), "cb_s at mlp_end": vit("cb_s", **DEIT)},
 }
-INSERTED = ("none", *CONTEXT_BROADCASTS)
+INSERTED = ("none", *get_args(ContextBroadcastKind))
 # Batch size and number of timed passes of the table "speed".
 BATCH_SIZE = 8
 ROUNDS = 40
@@ -232,7 +233,7 @@ def inserted(kinds: list[str], test_images: datasets.Dataset) -> list[dict]:
 def measure_speed() -> list[dict]:
     config = ViTContextBroadcastConfig.from_variant("vit-small-plain-224")
     models = {"none": ViTContextBroadcastForImageClassification(config).eval()}
-    for kind in CONTEXT_BROADCASTS:
+    for kind in get_args(ContextBroadcastKind):
         models[kind] = copy.deepcopy(models["none"])
         insert_context_broadcast(models[kind], kind)
     speeds = images_per_second(models, torch.randn(BATCH_SIZE, 3, 224, 224), ROUNDS)

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import get_args
 
 import datasets
 import torch
@@ -26,9 +27,10 @@ from torchvision.transforms.functional import to_pil_image
 import shared
 from bootstrap_speed import bootstrap_command, plain_loop
 from frugalvit import PatchSparseFormerForImageClassification
+from frugalvit.configuration.configuration_patch_sparseformer import Placement
 from frugalvit.modeling.hosts import read_anatomy
 from frugalvit.speed import images_per_second
-from frugalvit.training.choices import PLACEMENTS, SUBSET
+from frugalvit.training.choices import SUBSET
 from frugalvit.training.data import load_images
 from frugalvit.training.loading import choose_device, load_model
 from frugalvit.training.preprocessing import decode_image
@@ -142,7 +144,7 @@ def measure_student(rows: Rows, arguments):
     rows.measure_speeds("student", "teacher", copy.deepcopy, teacher)
     for merged in (8, 16) if arguments.tome else ():
         rows.measure_speeds("student", f"ToMe@{merged}", tome, read_anatomy(teacher), arguments.tome, merged)
-    for placement, count in itertools.product(PLACEMENTS, COUNTS):
+    for placement, count in itertools.product(get_args(Placement), COUNTS):
         name = f"student, {placement}, {count} tokens"
         rows.measure_speeds("student", name, student_of, teacher, placement, count)
 

@@ -9,6 +9,9 @@ from huggingface_hub.dataclasses import strict
 from .configuration_base import Size, SparseFormerBaseConfig, at_least, pair
 
 
+Placement = Literal["grid", "content", "grid_then_content"]
+
+
 @strict
 class PatchSparseFormerConfig(SparseFormerBaseConfig):
     r"""
@@ -39,7 +42,7 @@ class PatchSparseFormerConfig(SparseFormerBaseConfig):
 
     patch_size: Size = at_least(1)(default=16)
     token_grid: Size | None = at_least(1)(default=None)
-    placement: Literal["grid", "content", "grid_then_content"] = "grid"
+    placement: Placement = "grid"
     teacher_config: dict | None = None
 
     def __post_init__(self, **kwargs):

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from .training.arguments import NOT_NEGATIVE, POSITIVE, ArgumentParser, CheckedArguments, DatasetArguments, argument
-from .training.choices import DEVICE_MAPS, DTYPES
 
 
 AnyOptions = TypeVar("AnyOptions")
@@ -43,12 +42,6 @@ def read_options(options: type[AnyOptions], prog: str, argv: list[str] | None) -
 class DeviceOptions(CheckedArguments):
     device: str | None = argument(None, "cpu, cuda, mps, … Default: an accelerator if there is one.")
     trust_remote_code: bool = argument(False, "Run code that comes with a model.")
-
-
-@dataclass(kw_only=True)
-class PlacedOptions(DeviceOptions):
-    device_map: str | None = argument(None, "Distribute the weights, as Accelerate does.", choices=DEVICE_MAPS)
-    dtype: str = argument("float32", "Data type of the weights.", choices=DTYPES)
 
 
 @dataclass(kw_only=True)

@@ -9,9 +9,14 @@ import torch
 from timm.data import ImageNetInfo
 
 from .command_line import OutputOptions, argument, read_options
-from .modeling.conversion import config_from_showlab, convert_showlab, load_showlab_checkpoint, showlab_model_class
+from .modeling.conversion import (
+    TEMPLATES,
+    config_from_showlab,
+    convert_showlab,
+    load_showlab_checkpoint,
+    showlab_model_class,
+)
 from .training.arguments import run_program
-from .training.choices import CONVERTED_VARIANTS
 from .training.files import atomic_directory
 
 
@@ -26,7 +31,7 @@ class ConvertOptions(OutputOptions):
 
     checkpoint: str = argument(help=".pth or .safetensors file.", positional=True)
     variant: str | None = argument(
-        None, "Default: the one whose weights have the checkpoint's names.", choices=CONVERTED_VARIANTS
+        None, "Default: the one whose weights have the checkpoint's names.", choices=[*TEMPLATES]
     )
     iterations: int | None = argument(None, "Iterations of the focusing layer. Default: the checkpoint's.")
     image_size: int | None = argument(None, "Height and width of the images in pixels. Default: 224.")

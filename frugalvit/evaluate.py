@@ -9,7 +9,6 @@ from pathlib import Path
 
 from .command_line import (
     DeviceOptions,
-    PlacedOptions,
     ReadingOptions,
     SplitOptions,
     TokenOptions,
@@ -17,7 +16,7 @@ from .command_line import (
     read_options,
 )
 from .training.arguments import PIXEL_VALUES, POSITIVE, CheckedArguments
-from .training.choices import OPEN_CLIP
+from .training.choices import DEVICE_MAPS, DTYPES, OPEN_CLIP
 from .training.files import check_file_path, write_json
 from .training.text import format_table
 
@@ -105,7 +104,7 @@ class RetrievalOptions(EvaluateOptions, ReadingOptions):
 
 
 @dataclass(kw_only=True)
-class ScienceQAOptions(EvaluateOptions, PlacedOptions):
+class ScienceQAOptions(EvaluateOptions):
     """Measure the accuracy of a LLaVA on ScienceQA's multiple-choice questions. An answer that names none of the
     question's options counts as wrong."""
 
@@ -113,6 +112,8 @@ class ScienceQAOptions(EvaluateOptions, PlacedOptions):
     dataset: list[str] = argument(help="Hub id or parquet files.")
     split: str | None = argument(None, "Split. Default: test, validation or train.")
     limit: int | None = argument(None, "Take only the first questions.")
+    device_map: str | None = argument(None, "Distribute the weights, as Accelerate does.", choices=DEVICE_MAPS)
+    dtype: str = argument("float32", "Data type of the weights.", choices=DTYPES)
 
     expected = {"limit": POSITIVE}
 

@@ -1,5 +1,6 @@
 """`frugalvit export`: write a model for a runtime without PyTorch, and compare its outputs with the original's."""
 
+import copy
 import dataclasses
 import json
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 import datasets
 import torch
 import torch.nn.functional as F
+from PIL.Image import Resampling
 from transformers import AutoImageProcessor
 
 from .architectures import has_rois, load_saved_model
@@ -17,9 +19,8 @@ from .command_line import OutputOptions, SplitOptions, TokenOptions, argument, r
 from .configuration.configuration_base import pair
 from .evaluation.images import image_batches, images_to_evaluate
 from .evaluation.two_towers import load_tokenizer
-from .export_card import rows, write_card
+from .export_card import rows, write_card, write_plain_card
 from .export_page import check_page, write_page
-from .export_plain import write_plain_card, write_smaller_processor
 from .exported import (
     FORMATS,
     PRECISIONS,
@@ -34,7 +35,7 @@ from .exported import (
 )
 from .inference import choose_tokens
 from .modeling.hosts import read_anatomy
-from .modeling.image_format import ImageFormat
+from .modeling.image_format import ImageFormat, set_size
 from .training.arguments import POSITIVE
 from .training.cards import share_error
 from .training.data import class_names, load_images, sample, split_names
@@ -185,8 +186,12 @@ def export_plain(options: ExportOptions) -> dict[str, object]:
     images, _ = choose_images(options)
     with atomic_directory(options.output, options.overwrite) as folder:
         host.save_pretrained(folder)
-        write_smaller_processor(folder, ImageFormat.from_processor(image_processor), pair(size))
-        processors = (image_processor, load_pretrained(AutoImageProcessor, folder))
+        # The student's images are resized twice, by its image processor and by its model. One bilinear step is enough.
+        smaller = copy.deepcopy(image_processor)
+        set_size(smaller, size)
+        smaller.resample = Resampling.BILINEAR
+        smaller.save_pretrained(folder)
+        processors = (image_processor, smaller)
         views = zip(*(image_batches(each, images, BATCH_SIZE, skip_corrupt=True) for each in processors), strict=True)
         report = compare_outputs(
             lambda pixel_values, smaller: part(pixel_values),

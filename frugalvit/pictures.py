@@ -52,9 +52,9 @@ def draw_rois(
     headings = ["Input", *(f"Token RoIs, step {step + 1}" for step in shown)]
     if points is not None:
         headings.append("Last sampling points")
-    count = len(steps[0][0]) if steps else len(points[0])
+    count = len(steps[0][0])
     areas = (np.prod(step[..., 2:] - step[..., :2], axis=-1).sum(axis=1).mean() for step in steps)
-    few = count if max(areas, default=0) < 1.5 else min(count, MOST_BOXES)
+    few = count if max(areas) < 1.5 else min(count, MOST_BOXES)
     drawn = np.linspace(0, count - 1, few).round().astype(int)
     colors = TOKEN_COLORS(np.linspace(0, 1, few))
 

@@ -1,6 +1,5 @@
 """Tests of the `frugalvit` command: help, errors and exit codes."""
 
-import inspect
 import os
 import re
 import signal
@@ -8,7 +7,6 @@ import subprocess
 import sys
 import types
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
@@ -59,27 +57,6 @@ def test_the_program_lists_all_commands():
     assert result.returncode == 0 and max(map(len, printed)) <= 119
     for name, (_, text) in cli.COMMANDS.items():
         assert any(line.split()[:1] == [name] and line.endswith(text) for line in printed)
-
-
-def test_choices_list_every_defined_name():
-    """`frugalvit.training.choices` repeats the names of options' values, because the modules that define the names
-    take long to import."""
-    from frugalvit import PatchSparseFormerConfig
-    from frugalvit.configuration import configuration_bootstrapped_vit
-    from frugalvit.configuration.configuration_vit_context_broadcast import (
-        ContextBroadcastKind,
-        ContextBroadcastPosition,
-    )
-    from frugalvit.modeling import conversion, initialization, reference_initialization
-    from frugalvit.training import choices
-
-    assert tuple(initialization.INITIALIZATIONS) == choices.INITIALIZATIONS
-    assert reference_initialization.REFERENCE == choices.REFERENCE
-    assert get_args(inspect.get_annotations(PatchSparseFormerConfig)["placement"]) == choices.PLACEMENTS
-    assert get_args(ContextBroadcastKind) == choices.CONTEXT_BROADCASTS
-    assert get_args(ContextBroadcastPosition) == choices.CONTEXT_BROADCAST_POSITIONS
-    assert tuple(configuration_bootstrapped_vit.VARIANTS) == choices.JOINT_VARIANTS
-    assert tuple(conversion.TEMPLATES) == choices.CONVERTED_VARIANTS
 
 
 @pytest.mark.parametrize("command", [*([name] for name in cli.COMMANDS), ["evaluate", "classification"]], ids=" ".join)

@@ -68,7 +68,6 @@ class AlignLlavaArguments(ImageTrainingArguments):
     per_device_eval_batch_size: int = argument(32, "Evaluation batch size on each device.")
     learning_rate: float = argument(1e-3, "Peak learning rate.")
     warmup_steps: float = argument(0.03, "Steps of warm-up, or a share of all.")
-    lr_scheduler_type: str = argument("cosine", "Name of a schedule of Transformers.")
     num_tokens: int | None = argument(
         None, "Number of latent tokens of the tower. Default: that of its configuration."
     )

@@ -81,6 +81,7 @@ class ImageTrainingArguments(CheckedArguments, TrainingArguments):
     output_dir: str = argument(help="Folder for the trained model, its card and its checkpoints.")
     eval_strategy: str = argument("epoch", "When to evaluate: no, steps or epoch.")
     save_strategy: str = argument("epoch", "When to save a checkpoint: no, steps or epoch.")
+    lr_scheduler_type: str = argument("cosine", "Name of a schedule of Transformers.")
     per_device_eval_batch_size: int = argument(64, "Evaluation batch size on each device.")
     save_total_limit: int | None = argument(2, "Number of checkpoints to keep.")
     load_best_model_at_end: bool = argument(True, "Keep the checkpoint with the best metric.")

@@ -38,7 +38,7 @@ from .arguments import (
     run_program,
 )
 from .cards import share_error, strip_directory
-from .data import check_classes, check_labels, check_single_label, class_names, load_splits, match_classes
+from .data import check_classes, check_labels, check_single_label, class_names, hold_back, load_splits, match_classes
 from .loading import bfloat16_is_fast, load_model
 from .losses import AlignmentLoss, teacher_attention
 from .students import (
@@ -50,7 +50,7 @@ from .students import (
 )
 from .text import format_markdown
 from .trainer import ImageTrainer, run_command, start
-from .views import BootstrapView, EvalView, Views, as_images, split_off
+from .views import BootstrapView, EvalView, Views, as_images
 
 
 PROG = "frugalvit bootstrap"
@@ -127,7 +127,6 @@ class BootstrapArguments(ImageTrainingArguments):
         None, "Steps of warm-up, or a share of all. Default: by preset, 0 with student."
     )
     weight_decay: float = argument(0.05, "Weight decay, except of biases, norms, RoIs, token embeddings and [CLS].")
-    lr_scheduler_type: str = argument("cosine", "Name of a schedule of Transformers.")
     tune: float | None = argument(
         None, "Leading blocks to tune, a share or a count. Default: a third, or all with focusing inherited."
     )
@@ -258,7 +257,7 @@ class BootstrapTrainer(ImageTrainer):
         # A student with `name_or_path` was loaded by `from_pretrained`, so it was bootstrapped before.
         continued = bool(config.name_or_path)
         args = resolve_arguments(args, config.has_patch_embedding, max(teacher_format.size), continued)
-        source = read_anatomy(teacher, teacher_format.size).source
+        source = teacher.source if isinstance(teacher, Anatomy) else teacher
         source.to(args.device).eval().requires_grad_(False)
         # The teacher is read on its device. An `Anatomy` contains views of fused layers, which do not move with them.
         self.anatomy = teacher = read_anatomy(source, teacher_format.size)
@@ -277,13 +276,13 @@ class BootstrapTrainer(ImageTrainer):
                 raise ValueError(f"loss kl and label_loss_weight need a classifier, and {base_model} is none.")
             check_single_label(config, "loss kl or label_loss_weight")
         tuned = freeze(model, args, len(teacher.blocks))
-        images = (as_images(train_dataset), None if eval_dataset is None else as_images(eval_dataset), None)
+        images = (as_images(train_dataset), None if eval_dataset is None else as_images(eval_dataset))
         if args.label_loss_weight:
             if class_names(images[0]) is None:
                 raise ValueError("label_loss_weight compares classes, and the images have no labels; expected some.")
             check_classes(class_names(images[0]))
             check_labels(images[0], "train")
-        train, evaluation, _, classes = match_classes(images, self.labels, args.label_loss_weight > 0)
+        train, evaluation, classes = match_classes(images, self.labels, args.label_loss_weight > 0)
         # Classifier and projection are frozen. Only the base model and, in backbones, the upsamplers are trained.
         reads_maps = isinstance(model, BackboneMixin) and args.dense_loss_weight
         learner = model if reads_maps else model.base_model
@@ -321,7 +320,7 @@ class BootstrapTrainer(ImageTrainer):
     def evaluation_views(self, images) -> Views:
         """Return evaluation views of images. Labels are converted to the student's class indices. If the student lacks
         one of the classes, labels are left out."""
-        images, _, _, classes = match_classes((as_images(images), None, None), self.labels, False)
+        images, classes = match_classes([as_images(images)], self.labels, learns_labels=False)
         return Views(images, self.eval_view, None, self.skip_corrupt, classes)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -489,7 +488,7 @@ def bootstrap(
     else:
         parts = as_images(images), None if eval_images is None else as_images(eval_images)
         if eval_images is None and not isinstance(parts[0], datasets.IterableDataset):
-            parts = split_off(parts[0])
+            parts = hold_back(parts[0])
     student, data, args = HfArgumentParser([StudentArguments, DataArguments, BootstrapArguments]).parse_dict(options)
     trainer = make_trainer(student, data, args, loaded, parts)
     # The student's class is stored before the training, because FSDP changes the class.

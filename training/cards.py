@@ -1,7 +1,6 @@
 """Model cards of trained models, with their metrics and the command that trained them."""
 
 import os
-import re
 import shlex
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,7 +10,7 @@ from huggingface_hub import EvalResult, ModelCard, try_to_load_from_cache
 from ..modeling.hub import TASKS, auto_class, code_examples, model_card
 from .arguments import DataArguments
 from .choices import OPEN_CLIP, SUBSET
-from .files import split_revision
+from .files import HUB_ID, split_revision
 
 
 # Hub id of the data set that contains the images of `SUBSET`.
@@ -117,7 +116,7 @@ def describe_step(trainer) -> str:
 def hub_ids(names: list[str] | None) -> list[str]:
     """Return the names that are hub ids of data sets or models, without revisions. Other names are left out."""
     ids = [SUBSET_OF if name == SUBSET else split_revision(name)[0] for name in names or ()]
-    return [name for name in ids if re.fullmatch(r"\w[\w.-]*/[\w.-]+", name) and not os.path.exists(name)]
+    return [name for name in ids if HUB_ID.fullmatch(name) and not os.path.exists(name)]
 
 
 def name_images(data: DataArguments | None) -> str:

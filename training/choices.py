@@ -13,14 +13,3 @@ OPEN_CLIP = "open_clip:"
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 # Class number of ignored pixels in a mask.
 IGNORED = 255
-# The following constants copy values from modules that import PyTorch. A test compares the copies with the originals.
-INITIALIZATIONS = ("impulse", "mimetic", "trunc_normal", "kaiming_uniform")
-REFERENCE = "reference"
-FOCUSINGS = ("paper", "inherited")
-PLACEMENTS = ("grid", "content", "grid_then_content")
-CONTEXT_BROADCASTS = ("cb", "cb_s", "cb_gate", "cb_hybrid")
-CONTEXT_BROADCAST_POSITIONS = ("mlp_front", "mlp_mid", "mlp_end", "attention_end")
-JOINT_VARIANTS = tuple(
-    f"{name}-{size}{stem}" for name in ("joint", "shared") for size in ("small", "base") for stem in ("", "-res")
-)
-CONVERTED_VARIANTS = ("v1", "bootstrapped", "bootstrapped-clip")

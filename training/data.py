@@ -131,28 +131,31 @@ def load_splits(
     return tuple(parts)
 
 
-def hold_back(images: datasets.Dataset) -> tuple[datasets.Dataset, datasets.Dataset]:
+def hold_back(images) -> tuple:
     """Split images into a part to train on and a smaller part to evaluate on. The smaller part is a tenth of the
     images, but at most 5,000 images.
 
-    The images to evaluate on are drawn with a fixed seed, so that a data set is always split in the same way. The
-    split is stratified if all classes are large enough. Each class keeps at least one image to train on.
+    The images to evaluate on are drawn with a fixed seed, so that a data set is always split in the same way. With a
+    labeled `datasets.Dataset`, the split is stratified if all classes are large enough, and each class keeps at least
+    one image to train on.
     """
     count = min(max(len(images) // 10, 1), 5_000)
-    labels = label_numbers(images) if "label" in images.features else np.zeros(len(images), dtype=np.int64)
+    # To read the labels of a PyTorch dataset, its images would have to be read, too.
+    has_labels = isinstance(images, datasets.Dataset) and "label" in images.features
+    labels = label_numbers(images) if has_labels else np.zeros(len(images), dtype=np.int64)
     _, firsts, sizes = np.unique(labels, return_index=True, return_counts=True)
     if len(images) == len(firsts):
         raise ValueError(f"{len(images)} images are too few to evaluate on some: try eval_split {NO_EVALUATION}.")
-    if "label" in images.features and labels.min() >= 0 and sizes.min() > 1 and count >= len(sizes):
+    if has_labels and labels.min() >= 0 and sizes.min() > 1 and count >= len(sizes):
         parts = images.train_test_split(count, stratify_by_column="label", seed=0)
         return parts["train"], parts["test"]
     others = np.random.default_rng(0).permutation(np.delete(np.arange(len(images)), firsts))[:count]
     return images.select(np.setdiff1d(np.arange(len(images)), others)), images.select(np.sort(others))
 
 
-def default_split(dataset: str | list[str], name: str | None = None) -> str:
+def default_split(dataset: str | list[str]) -> str:
     """Return the first of `EVALUATION_SPLITS` that a data set has, or "train"."""
-    splits = split_names(dataset, name)
+    splits = split_names(dataset)
     return next((split for split in EVALUATION_SPLITS if split in splits), "train")
 
 

@@ -18,13 +18,14 @@ from transformers import TrainerCallback, ViTImageProcessor
 from ..configuration.configuration_bootstrapped_vit import VARIANTS, BootstrappedViTConfig
 from ..modeling.hub import image_processor_config
 from ..modeling.image_format import ImageFormat
+from ..modeling.initialization import INITIALIZATIONS
 from ..modeling.modeling_bootstrapped_vit import BootstrappedViTForImageClassification
+from ..modeling.reference_initialization import REFERENCE
 from .arguments import ArgumentParser, CheckedArguments, DataArguments, argument, read_values, run_program
 from .cards import name_images, share_error, write_card
-from .choices import INITIALIZATIONS, JOINT_VARIANTS, REFERENCE
 from .data import class_names, load_splits
 from .metrics import TopKAccuracy
-from .models import configure_initialization
+from .models import configure_initialization, label_fields
 from .sharpness import SharpnessAwareTrainer
 from .train import SmallDataArguments, SmallDataView
 from .trainer import run_command, start
@@ -40,7 +41,7 @@ PARTS = {"vit": "accuracy", "agent": "agent_accuracy"}
 class TwinArguments(CheckedArguments):
     """Arguments of the ViT, the agent CNN, and the hints between the two models."""
 
-    variant: str = argument("joint-small", "The paper's models.", choices=JOINT_VARIANTS)
+    variant: str = argument("joint-small", "The paper's models.", choices=[*VARIANTS])
     vit: str = argument("", "Fields of the ViT's configuration, for example image_size=32,patch_size=4.")
     agent: str = argument("", "Fields of the agent's configuration, for example patch_size=4.")
     config_overrides: str = argument("", "Fields of the pair's configuration, for example hint_weight=5.")
@@ -192,8 +193,7 @@ def build_twins(options: TwinArguments, names: list[str]) -> BootstrappedViTForI
         "agent_config": values["agent_config"] | read_values("agent", options.agent),
         **read_values("config_overrides", options.config_overrides),
         "initialization": "default",
-        "id2label": dict(enumerate(names)),
-        "label2id": {name: index for index, name in enumerate(names)},
+        **label_fields(names),
     }
     config = BootstrappedViTConfig(**fields)
     blocks = config.vit_config.num_hidden_layers

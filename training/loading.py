@@ -175,7 +175,14 @@ def load_model(
     if is_placed:
         options["device_map"] = device_map or {"": device}
     if quantize:
-        options["quantization_config"] = quantization_config(quantize, dtype)
+        # The vision tower, the projector and the language model's head are not quantized.
+        options["quantization_config"] = transformers.BitsAndBytesConfig(
+            load_in_4bit=quantize == "4bit",
+            load_in_8bit=quantize == "8bit",
+            bnb_4bit_compute_dtype=dtype,
+            bnb_4bit_quant_type="nf4",
+            llm_int8_skip_modules=[".*vision_tower", ".*multi_modal_projector", "lm_head"],
+        )
     if "pooler" in task.optional_weights and "add_pooling_layer" in inspect.signature(model_class.__init__).parameters:
         options["add_pooling_layer"] = False
     if model_args := getattr(config, "model_args", None):
@@ -236,18 +243,6 @@ def _load_open_clip(name: str, device: str | torch.device | None) -> tuple[nn.Mo
         kind = "an open_clip model, open_clip:MODEL:PRETRAINED or open_clip:hf-hub:ID"
         raise loading_error(error, f"{OPEN_CLIP}{name}", kind) from error
     return model.float().eval(), open_clip_image_processor(model)
-
-
-def quantization_config(name: str, dtype: torch.dtype) -> transformers.BitsAndBytesConfig:
-    """Return the configuration that quantizes a VLM's language model, except for its head. The vision tower and the
-    projector are not quantized. See `load_model` for `quantize` and `dtype`."""
-    return transformers.BitsAndBytesConfig(
-        load_in_4bit=name == "4bit",
-        load_in_8bit=name == "8bit",
-        bnb_4bit_compute_dtype=dtype,
-        bnb_4bit_quant_type="nf4",
-        llm_int8_skip_modules=[".*vision_tower", ".*multi_modal_projector", "lm_head"],
-    )
 
 
 def load_pretrained(

@@ -241,8 +241,6 @@ class SegmentationTrainer(ImageTrainer):
             learning_rate_factors=learning_rate_factors(model, args.head_multiplier, args.layer_decay),
             **kwargs,
         )
-        # `Trainer` takes label names from the signature of `forward`, but some models have no argument `labels`.
-        self.label_names = ["labels"]
         self.scores = SegmentationScores(self.num_labels)
 
     def as_dataset(self, images):

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 from torch import nn
@@ -9,6 +10,7 @@ from transformers import MODEL_FOR_BACKBONE_MAPPING, AutoConfig, PreTrainedModel
 from transformers.utils import logging
 
 from ..configuration.configuration_base import is_sparseformer
+from ..configuration.configuration_patch_sparseformer import Placement
 from ..modeling.hosts import Anatomy
 from ..modeling.image_format import ImageFormat
 from ..modeling.modeling_patch_sparseformer import (
@@ -23,7 +25,6 @@ from ..modeling.modeling_sparseformer import (
 )
 from ..modeling.modeling_sparseformer_dense import PatchSparseFormerBackbone, SparseFormerBackbone
 from .arguments import CheckedArguments, argument, read_values
-from .choices import FOCUSINGS, PLACEMENTS
 from .files import split_revision
 from .loading import load_model, load_pretrained
 
@@ -54,12 +55,12 @@ class StudentArguments(CheckedArguments):
     teacher: str = argument(help="Folder, hub id or open_clip:MODEL:PRETRAINED of a ViT, CLIP, SigLIP or LLaVA.")
     student: str | None = argument(None, "Folder or hub id (@revision, too) of a SparseFormer to continue from.")
     focusing: str = argument(
-        "inherited", "Embed cells by the teacher's patches, or learn the paper's focusing stage.", choices=FOCUSINGS
+        "inherited", "Embed cells by the teacher's patches, or learn the paper's focusing stage.", choices=[*STUDENTS]
     )
     placement: str = argument(
         "grid",
         "Cells with focusing inherited: equal, smaller at details, or smaller in a second look alone.",
-        choices=PLACEMENTS,
+        choices=get_args(Placement),
     )
     num_tokens: list[int] | None = argument(
         None, "Numbers of latent tokens, one or several. Default: a quarter of the patches."

@@ -10,17 +10,20 @@ import copy
 import math
 import sys
 from dataclasses import dataclass
+from typing import get_args
 
 import datasets
 import torch
 import torch.nn.functional as F
 from torchvision.transforms import InterpolationMode, v2
 
+from ..configuration.configuration_vit_context_broadcast import ContextBroadcastKind, ContextBroadcastPosition
 from ..modeling.image_format import ImageFormat
+from ..modeling.initialization import INITIALIZATIONS
 from ..modeling.modeling_bootstrapped_vit import divergence
+from ..modeling.reference_initialization import REFERENCE
 from .arguments import ArgumentParser, DataArguments, ImageTrainingArguments, argument, run_program
 from .cards import name_images, share_error
-from .choices import CONTEXT_BROADCAST_POSITIONS, CONTEXT_BROADCASTS, INITIALIZATIONS, REFERENCE
 from .data import check_single_label, class_names, load_splits, match_classes
 from .loading import load_model
 from .metrics import accuracies
@@ -59,10 +62,10 @@ class ModelArguments:
     )
     initialization_options: str = argument("", "Arguments of initialize_attention_, for example kernel_size=5.")
     context_broadcast: str | None = argument(
-        None, "Kind of Context Broadcasting to insert into every block.", choices=[*CONTEXT_BROADCASTS]
+        None, "Kind of Context Broadcasting to insert into every block.", choices=get_args(ContextBroadcastKind)
     )
     context_broadcast_position: list[str] = argument(
-        ["mlp_end"], "Where to insert it.", choices=[*CONTEXT_BROADCAST_POSITIONS]
+        ["mlp_end"], "Where to insert it.", choices=get_args(ContextBroadcastPosition)
     )
     context_broadcast_scale_init: float = argument(0.0, "Initial scale of cb_s.")
     context_broadcast_blend: bool = argument(False, "Insert it with a learned blend that starts at 0.")
@@ -84,7 +87,6 @@ class SmallDataArguments(ImageTrainingArguments):
     batch_eval_metrics: bool = argument(True, "Compute metrics batch by batch instead of keeping all logits.")
     learning_rate: float = argument(1e-3, "Peak learning rate.")
     weight_decay: float = argument(0.05, "Weight decay, except of biases, norms, positions and [CLS].")
-    lr_scheduler_type: str = argument("cosine", "Name of a schedule of Transformers.")
     attn_implementation: str | None = argument(None, "Attention implementation in training. Default: eager on CPUs.")
     crop: str = argument("padded", "Random crop of the padded image, or resized crop.", choices=["padded", "resized"])
     crop_padding: int = argument(4, "Padding on each side in pixels, for crop padded.")
@@ -235,8 +237,6 @@ class ImageClassificationTrainer(SharpnessAwareTrainer):
             processing_class=processing_class,
             **kwargs,
         )
-        # `Trainer` takes label names from the signature of `forward`, but some models have no argument `labels`.
-        self.label_names = ["labels"]
         self.accuracies = accuracies()
         self.teacher = None
         if args.distill_from:

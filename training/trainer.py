@@ -165,6 +165,8 @@ class ImageTrainer(Trainer):
             callbacks=[views, *(callbacks or ())],
             **kwargs,
         )
+        # `Trainer` takes label names from the signature of `forward`, but some models have no argument `labels`.
+        self.label_names = ["labels"]
         # Losses are means over a batch, so `Trainer` must divide them by the number of gradient accumulation steps.
         self.model_accepts_loss_kwargs = False
         # Step and time of the last log, to compute the images per second since then.

@@ -19,7 +19,7 @@ from torchvision.transforms import v2
 from transformers import TrainerCallback
 
 from ..modeling.image_format import ImageFormat
-from .data import check_classes, check_labels, check_same_classes, class_names, hold_back, load_images
+from .data import check_classes, check_labels, check_same_classes, class_names, load_images
 from .preprocessing import CorruptImageError, decode_image, middle_of
 
 
@@ -89,14 +89,6 @@ def as_images(images) -> datasets.Dataset | datasets.IterableDataset | PlainImag
         table = datasets.Dataset.from_dict({"image": [str(path) for path in images]})
         return table.cast_column("image", datasets.Image(decode=False))
     return PlainImages(images)
-
-
-def split_off(images):
-    """Split images into a part to train on and a part to evaluate on, see `hold_back`."""
-    if isinstance(images, PlainImages):
-        train, evaluation = hold_back(datasets.Dataset.from_dict({"place": range(len(images))}))
-        return images.select(train["place"]), images.select(evaluation["place"])
-    return hold_back(images)
 
 
 def labeled_images(train, evaluation=None) -> tuple:

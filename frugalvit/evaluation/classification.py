@@ -7,6 +7,7 @@ import datasets
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torchvision.transforms import v2
 from transformers import PreTrainedModel
 
 from ..exported import ExportedModule, load_classifier
@@ -106,10 +107,8 @@ def fgsm(
         pixel_values = pixel_values.clone().requires_grad_()
         loss = F.cross_entropy(model(pixel_values=pixel_values).logits, labels.clone())
         (gradient,) = torch.autograd.grad(loss, pixel_values)
-    mean = torch.tensor(image_format.mean).view(-1, 1, 1).to(pixel_values)
-    std = torch.tensor(image_format.std).view(-1, 1, 1).to(pixel_values)
-    colors = pixel_values.detach() * std + mean + eps * gradient.sign()
-    return (colors.clamp(0, 1) - mean) / std
+    colors = image_format.denormalize(pixel_values.detach()) + eps * gradient.sign()
+    return v2.functional.normalize(colors.clamp(0, 1), image_format.mean, image_format.std)
 
 
 def occlude_center(pixel_values: torch.Tensor, ratio: float) -> torch.Tensor:

@@ -20,9 +20,9 @@ CHUNK = 256
 
 def run(arguments: argparse.Namespace) -> dict[str, object]:
     [dataset] = arguments.dataset
-    images, captions = read_karpathy(dataset, arguments.image_folder, arguments.split or "test", arguments.limit)
+    images, captions = read_karpathy(dataset, arguments.image_folder, arguments.split, arguments.limit)
     found = images.add_column("captions", captions)
-    found = readable_images(found, arguments.skip_corrupt, arguments.split or "test")
+    found = readable_images(found, arguments.skip_corrupt, arguments.split)
     images, captions = found.remove_columns("captions"), found["captions"]
     towers = load_two_towers(arguments.model, arguments.vision_model, arguments.device, arguments.trust_remote_code)
     image_embeddings = embed_all_images(towers, images, arguments.batch_size, arguments.num_workers)
