@@ -2,6 +2,7 @@
 describe any other model for a comparison."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -98,18 +99,6 @@ class WithTokens(nn.Module):
 
     def forward(self, pixel_values: torch.Tensor, **arguments):
         return self.model(pixel_values, num_tokens=self.num_tokens, **self.arguments, **arguments)
-
-
-class AdaptiveClassifier(nn.Module):
-    """A SparseFormer that always calls `classify_adaptively`."""
-
-    def __init__(self, model: nn.Module, confidence: float):
-        super().__init__()
-        self.model = model
-        self.confidence = confidence
-
-    def forward(self, pixel_values: torch.Tensor):
-        return self.model.classify_adaptively(pixel_values, self.confidence)
 
 
 def as_teacher(anatomy: Anatomy, **others) -> Baseline:
@@ -253,9 +242,9 @@ def adaptive_baselines(students: Sequence[Baseline]) -> list[Baseline]:
 
     baselines = []
     for confidence in CONFIDENCES:
-        adaptive = AdaptiveClassifier(model, confidence).eval()
+        adaptive = Vision(model, functools.partial(model.classify_adaptively, confidence=confidence)).eval()
 
-        def embed(pixel_values: torch.Tensor, adaptive: AdaptiveClassifier = adaptive) -> torch.Tensor:
+        def embed(pixel_values: torch.Tensor, adaptive: Vision = adaptive) -> torch.Tensor:
             outputs = adaptive(pixel_values)
             return torch.cat([outputs.logits, outputs.num_tokens.unsqueeze(1)], dim=1)
 

@@ -63,7 +63,7 @@ def as_record(image: object) -> Path | Mapping | Image.Image:
     raise ValueError(f"{article} {kind}, expected a path, bytes, a PIL image or a uint8 array")
 
 
-class _Application:
+class Application:
     """Base class of `Embedder` and `Classifier`. A call with images yields an array for each image, in order. Threads
     may share an instance, and an instance can be pickled."""
 
@@ -127,26 +127,33 @@ class _Application:
         is_array = isinstance(images, np.ndarray | torch.Tensor) and images.ndim < 4
         if is_array or isinstance(images, str | bytes | os.PathLike | Image.Image | Mapping):
             raise ValueError(f"Got a {type(images).__name__}, expected an iterable of images; of one image, a list.")
-        pending = read_ahead(self._read, enumerate(images), 2 * self.batch_size, self.num_workers)
+        for (index, image), found in self.process(enumerate(images)):
+            if isinstance(found, CorruptImageError):
+                name = f" {str(image)!r}" if isinstance(image, str | os.PathLike) else ""
+                found = CorruptImageError(f"Image {index}{name} cannot be read ({found}).")
+                if not self.return_errors:
+                    raise found
+            yield found
+
+    def process(self, items: Iterable[tuple[object, object]]) -> Iterator[tuple[tuple, object]]:
+        """Yield each item, a pair of a key and an image, with its output or, if the image cannot be read, with the
+        `CorruptImageError`."""
+        pending = read_ahead(self._read, items, 2 * self.batch_size, self.num_workers)
         while batch := list(islice(pending, self.batch_size)):
             # The caller may have set the model to training mode since the last batch.
             self.model.eval()
-            read = [future.result() for _, future in batch]
-            pixels = [each for each in read if isinstance(each, torch.Tensor)]
-            found = iter(self._compute(stack_pixels(pixels)) if pixels else ())
-            for each in read:
-                if isinstance(each, CorruptImageError) and not self.return_errors:
-                    raise each
-                yield next(found) if isinstance(each, torch.Tensor) else each
+            read = [(item, future.result()) for item, future in batch]
+            pixels = [each for _, each in read if isinstance(each, torch.Tensor)]
+            outputs = iter(self._compute(stack_pixels(pixels)) if pixels else ())
+            for item, each in read:
+                yield item, next(outputs) if isinstance(each, torch.Tensor) else each
 
-    def _read(self, item: tuple[int, object]) -> torch.Tensor | CorruptImageError:
-        index, image = item
+    def _read(self, item: tuple[object, object]) -> torch.Tensor | CorruptImageError:
         try:
-            return prepare_images(self.prepare, [decode_image(as_record(image))])[0]
+            return prepare_images(self.prepare, [decode_image(as_record(item[1]))])[0]
         # For a broken file, decoders raise errors of any type.
         except Exception as error:
-            name = f" {str(image)!r}" if isinstance(image, str | os.PathLike) else ""
-            return CorruptImageError(f"Image {index}{name} cannot be read ({first_line(error)}).")
+            return CorruptImageError(first_line(error))
 
     @torch.inference_mode()
     def _compute(self, pixel_values: torch.Tensor) -> np.ndarray:
@@ -155,7 +162,7 @@ class _Application:
         return found.numpy()
 
 
-class Embedder(_Application):
+class Embedder(Application):
     """A model that computes image embeddings `(embedding_size,)`, float32 and not normalized.
 
     ```python
@@ -186,7 +193,7 @@ class Embedder(_Application):
         return load_runnable(name, "image-feature-extraction", EMBEDDINGS, device, trust_remote_code)
 
 
-class Classifier(_Application):
+class Classifier(Application):
     """A model that computes class scores `(classes,)` of images, in float32. See `class_scores`.
 
     ```python

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -16,23 +16,20 @@ from transformers import PreTrainedModel
 from .architectures import has_rois
 from .command_line import DeviceOptions, ReadingOptions, TokenOptions, argument, read_options
 from .exported import load_classifier
-from .inference import choose_tokens
+from .inference import Application, choose_tokens
 from .modeling.layers import class_scores
-from .modeling.packing import pack_linear_layers
 from .pictures import check_picture_path, draw_rois, save_figure
-from .reading import read_ahead, stack_pixels
 from .training.arguments import POSITIVE
 from .training.data import METADATA_FILES, NOT_READ, files_within, find_image_column, leave_out, load_table
 from .training.preprocessing import (
     IMAGE_ENDINGS,
     UNREAD_ENDINGS,
     CorruptImageError,
-    decode_image,
     prepare_images,
     restore_images,
 )
 from .training.scores import check_scores
-from .training.text import first_line, printable
+from .training.text import printable
 
 
 PROG = "frugalvit predict"
@@ -71,24 +68,14 @@ def main(argv: list[str] | None = None) -> None:
     paths = find_images(options.images)
     if options.rois:
         check_picture_path(options.rois)
-    model, image_processor = load_classifier(options.model, options.device, options.trust_remote_code)
+    predictor = Predictor(options)
+    model = predictor.model
     if options.rois and not has_rois(model):
         raise ValueError(f"rois: {type(model).__name__} has no RoIs to draw, expected a SparseFormer as the model.")
-    choose_tokens(model, options.num_tokens, options.confidence)
-    pack_linear_layers(model)
     images = find_files(paths, options.image_column)
-    predicted = predict_files(
-        model,
-        image_processor,
-        # Only readable images count towards `options.limit`. With `skip_corrupt`, the loop below finds the images that
-        # cannot be read, so this loop applies the limit.
-        images if options.skip_corrupt else islice(images, options.limit),
-        batch_size=options.batch_size,
-        num_workers=options.num_workers,
-        top=options.top,
-        confidence=options.confidence,
-        output_rois=bool(options.rois),
-    )
+    # Only readable images count towards `options.limit`. With `skip_corrupt`, the loop below finds the images that
+    # cannot be read, so this loop applies the limit.
+    predicted = predictor.process(images if options.skip_corrupt else islice(images, options.limit))
     # The configuration of an exported model has its number of tokens in the field `num_tokens`.
     default_num_tokens = getattr(model.config, "default_num_tokens", getattr(model.config, "num_tokens", None))
     drawn = []
@@ -96,7 +83,7 @@ def main(argv: list[str] | None = None) -> None:
     results = []
     count = 0
     num_unreadable = 0
-    for name, prediction in tqdm(predicted, "predict", leave=False, disable=None):
+    for (name, _), prediction in tqdm(predicted, "predict", leave=False, disable=None):
         if isinstance(prediction, CorruptImageError):
             if not options.skip_corrupt:
                 raise ValueError(f"Cannot read {name!r} ({prediction}). To leave such images out: --skip_corrupt.")
@@ -147,42 +134,24 @@ class Prediction:
     is_regression: bool = False
 
 
-def predict_files(
-    model: PreTrainedModel,
-    image_processor,
-    images: Iterable[tuple[str, Path | dict]],
-    *,
-    batch_size: int = 32,
-    num_workers: int = 0,
-    **options,
-) -> Iterator[tuple[str, Prediction | CorruptImageError]]:
-    """Label images in batches. Threads read and decode the images in advance.
+class Predictor(Application):
+    """A classifier that computes a `Prediction` of each image, for the options of `frugalvit predict`."""
 
-    Args:
-        images (iterable of `tuple[str, Path | dict]`): Names of images with their files or records, see `find_files`.
-        num_workers (`int`, *optional*, defaults to 0): Number of decoding threads, see `count_threads`.
-        options: Further arguments of `predict_pixels`.
+    _load = staticmethod(load_classifier)
 
-    Yields:
-        The name of each image with its prediction or, if the image cannot be read, with the error.
-    """
+    def __init__(self, options: PredictOptions):
+        super().__init__(
+            options.model,
+            batch_size=options.batch_size,
+            num_workers=options.num_workers,
+            device=options.device,
+            trust_remote_code=options.trust_remote_code,
+        )
+        choose_tokens(self.model, options.num_tokens, options.confidence)
+        self.options = {"top": options.top, "confidence": options.confidence, "output_rois": bool(options.rois)}
 
-    def read(image: tuple[str, Path | dict]) -> torch.Tensor | CorruptImageError:
-        name, source = image
-        try:
-            return prepare_images(image_processor, [decode_image(source)])[0]
-        # For a broken file, decoders raise errors of any type.
-        except Exception as error:
-            return CorruptImageError(first_line(error))
-
-    pending = read_ahead(read, images, 2 * batch_size, num_workers)
-    while batch := list(islice(pending, batch_size)):
-        found = [(name, future.result()) for (name, _), future in batch]
-        pixels = [each for _, each in found if isinstance(each, torch.Tensor)]
-        predictions = predict_pixels(model, image_processor, stack_pixels(pixels), **options) if pixels else []
-        remaining = iter(predictions)
-        for name, each in found:
-            yield name, each if isinstance(each, CorruptImageError) else next(remaining)
+    def _compute(self, pixel_values: torch.Tensor) -> list[Prediction]:
+        return predict_pixels(self.model, self.image_processor, pixel_values, **self.options)
 
 
 def predict(model: PreTrainedModel, image_processor, images: Sequence[Image.Image], **options) -> list[Prediction]:
