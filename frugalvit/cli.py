@@ -8,7 +8,7 @@ import sys
 
 from .training.arguments import run_program
 from .training.choices import OPEN_CLIP
-from .training.files import find_model
+from .training.files import split_revision
 
 
 # Module and one-line help of each command. The module is imported when the command runs.
@@ -49,7 +49,7 @@ def check_model_names(words: list[str]):
     parts = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
     for option, name in itertools.pairwise(parts):
         if option in MODEL_OPTIONS and not name.startswith(OPEN_CLIP):
-            find_model(name)
+            split_revision(name, must_exist=True)
 
 
 def main(argv: list[str] | None = None) -> int:

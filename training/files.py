@@ -44,9 +44,10 @@ def checkpoint_path(name: str) -> Path:
     return Path(str(files("frugalvit.checkpoints"))) / name
 
 
-def split_revision(name: str | os.PathLike) -> tuple[str, dict[str, str]]:
+def split_revision(name: str | os.PathLike, must_exist: bool = False) -> tuple[str, dict[str, str]]:
     """Return a model's folder or hub id, and keyword arguments for `from_pretrained`. For `owner/name@revision`, the
-    keyword arguments contain the revision."""
+    keyword arguments contain the revision. With `must_exist`, raise a ValueError if the model is neither a folder nor
+    a hub id."""
     name = os.fspath(name)
     folder = Path(name).expanduser()
     if folder.exists():
@@ -56,15 +57,9 @@ def split_revision(name: str | os.PathLike) -> tuple[str, dict[str, str]]:
     hub_id, at, revision = name.partition("@")
     if at and not revision:
         raise ValueError(f"{name!r} names no revision; expected owner/name@revision.")
+    if must_exist and not HUB_ID.fullmatch(hub_id):
+        raise unknown_model(hub_id)
     return hub_id, {"revision": revision} if at else {}
-
-
-def find_model(name: str | os.PathLike) -> tuple[str, dict[str, str]]:
-    """Run `split_revision`. Raise a ValueError if the model is neither a folder nor a hub id."""
-    found, revision = split_revision(name)
-    if not (os.path.exists(found) or HUB_ID.fullmatch(found)):
-        raise unknown_model(found)
-    return found, revision
 
 
 def unknown_model(found: str) -> ValueError:

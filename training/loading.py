@@ -36,7 +36,7 @@ from ..configuration.configuration_base import pair
 from ..modeling import modeling_patch_sparseformer, modeling_sparseformer, modeling_sparseformer_vlm
 from ..modeling.context_broadcast_hosts import load_context_broadcast
 from .choices import OPEN_CLIP
-from .files import find_model
+from .files import split_revision
 from .text import shortened
 
 
@@ -261,7 +261,7 @@ def load_pretrained(
     Raises:
         ValueError: If loading fails with one of `LOADING_ERRORS`. The message is one line.
     """
-    found, revision = find_model(name)
+    found, revision = split_revision(name, must_exist=True)
     if loader.__name__.startswith("Auto"):
         # `trust_remote_code` is only an argument of Auto classes. Without it, they would ask on stdin.
         options["trust_remote_code"] = trust_remote_code

@@ -187,23 +187,20 @@ class ImageTrainer(Trainer):
         """Convert images in any form that `as_images` accepts to a data set with columns."""
         return as_images(images)
 
-    def get_eval_dataloader(self, eval_dataset=None):
-        """Return the evaluation data loader. `eval_dataset` may have any form that `as_images` accepts."""
-        if eval_dataset is not None and not isinstance(eval_dataset, Views):
-            eval_dataset = self.evaluation_views(eval_dataset)
-        return super().get_eval_dataloader(eval_dataset)
-
     def get_test_dataloader(self, test_dataset):
         """Return the test data loader. `test_dataset` may have any form that `as_images` accepts."""
         return super().get_test_dataloader(self.evaluation_views(test_dataset))
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
-        """Run `Trainer.evaluate`. Metrics of other images than those of the trainer are left out of the log history,
-        because the model card takes its metrics from there."""
+        """Run `Trainer.evaluate`. `eval_dataset` may have any form that `as_images` accepts. Metrics of `eval_dataset`
+        are left out of the log history, because the model card takes its metrics from there."""
+        if eval_dataset is None or isinstance(eval_dataset, dict):
+            # For a dict of data sets, `Trainer` calls this method with each of them.
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         kept = len(self.state.log_history)
-        metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
-        if eval_dataset is not None:
-            del self.state.log_history[kept:]
+        views = eval_dataset if isinstance(eval_dataset, Views) else self.evaluation_views(eval_dataset)
+        metrics = super().evaluate(views, ignore_keys, metric_key_prefix)
+        del self.state.log_history[kept:]
         return metrics
 
     def create_optimizer(self, model=None) -> torch.optim.Optimizer:
@@ -398,7 +395,7 @@ class ImageTrainer(Trainer):
             self.save_metrics("train", result.metrics)
         if self.test_dataset is not None:
             # `ImageTrainer.evaluate` would leave the metrics out of the log history.
-            super().evaluate(self.test_dataset, metric_key_prefix="test")
+            super().evaluate(self.evaluation_views(self.test_dataset), metric_key_prefix="test")
         if metrics := self.metrics:
             self.log_metrics("eval", metrics)
             self.save_metrics("eval", metrics)

@@ -294,7 +294,7 @@ def test_methods_of_the_trainer_work_alone(make, images, pictures, tmp_path, hub
     monkeypatch.chdir(tmp_path)
     own = make(num_train_epochs=1, hub_model_id="someone/model", report_to="tensorboard")
     assert own.evaluate().keys() >= {"eval_loss", "eval_accuracy"} and own.train().global_step == 4
-    assert own.evaluate(images, metric_key_prefix="other")["other_accuracy"] == own.metrics["accuracy"]
+    assert own.evaluate({"other": images})["eval_other_accuracy"] == own.metrics["accuracy"]
     predictions = own.predict(pictures)
     assert predictions.predictions.shape == (32, 10) and predictions.label_ids is None
     with pytest.raises(ValueError, match="There are the classes airplane.* to train and .* to evaluate on"):
