@@ -438,7 +438,7 @@ class BootstrapTrainer(ImageTrainer):
             return f"{text}, not evaluated."
         text += f": mean cosine with the teacher's embeddings {metrics['alignment']:.4f}"
         if "accuracy" in metrics:
-            error = share_error(metrics["accuracy"], len(self.test_dataset or self.eval_dataset))
+            error = share_error(metrics["accuracy"], len(self.measured_dataset))
             text += f"; accuracy {metrics['accuracy']:.2%} ± {error:.2%}"
             text += f", the teacher's is {metrics['teacher_accuracy']:.2%}"
         names = [name for name in ("accuracy", "alignment") if f"{name}_{counts[0]}" in metrics]

@@ -107,7 +107,7 @@ def describe_step(trainer) -> str:
     if trainer.eval_dataset is not None:
         evaluated = f"{(data and data.evaluated) or 'eval_dataset'} ({len(trainer.eval_dataset):,} images)"
         chosen = f"chosen and measured on {evaluated}"
-        if trainer.test_dataset is not None:
+        if trainer.measured_dataset is not trainer.eval_dataset:
             tested = f"{(data and data.tested) or 'test_dataset'} ({len(trainer.test_dataset):,} images)"
             chosen = f"chosen on {evaluated}, measured on {tested}"
     return f"step {trainer.kept_step} of {trainer.state.max_steps}, {chosen}"

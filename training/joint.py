@@ -160,7 +160,7 @@ class JointTrainer(SharpnessAwareTrainer):
     def summary(self, metrics: dict[str, float]) -> str:
         measured = ", not evaluated"
         if "accuracy" in metrics:
-            count = len(self.test_dataset or self.eval_dataset)
+            count = len(self.measured_dataset)
             shares = [metrics[name] for name in ("accuracy", "agent_accuracy")]
             measured = " and ".join(f"{share:.2%} ± {share_error(share, count):.2%}" for share in shares)
             measured = f": accuracy {measured}"

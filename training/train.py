@@ -296,7 +296,7 @@ class ImageClassificationTrainer(SharpnessAwareTrainer):
             epochs = math.ceil(self.state.epoch * FEW_STEPS / steps)
             notes.append(f"{steps} steps are few to learn from; num_train_epochs {epochs} makes {FEW_STEPS}.")
         if "accuracy" in metrics:
-            images = len(self.test_dataset or self.eval_dataset)
+            images = len(self.measured_dataset)
             classes = self.saved_model.config.num_labels
             error = ((classes - 1) / images) ** 0.5 / classes
             if metrics["accuracy"] < 1 / classes + 2 * error:
@@ -319,7 +319,7 @@ class ImageClassificationTrainer(SharpnessAwareTrainer):
         config = self.saved_model.config
         measured = ", not evaluated"
         if "accuracy" in metrics:
-            error = share_error(metrics["accuracy"], len(self.test_dataset or self.eval_dataset))
+            error = share_error(metrics["accuracy"], len(self.measured_dataset))
             measured = f": accuracy {metrics['accuracy']:.2%} ± {error:.2%}"
         architecture = getattr(config, "architecture", config.model_type)
         return f"A {architecture} classifier trained on {name_images(self.data_args)}{measured}."

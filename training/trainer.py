@@ -192,9 +192,10 @@ class ImageTrainer(Trainer):
         return super().get_test_dataloader(self.evaluation_views(test_dataset))
 
     def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
-        """Run `Trainer.evaluate`. `eval_dataset` may have any form that `as_images` accepts. Metrics of `eval_dataset`
-        are left out of the log history, because the model card takes its metrics from there."""
-        if eval_dataset is None or isinstance(eval_dataset, dict):
+        """Run `Trainer.evaluate`. `eval_dataset` may have any form that `as_images` accepts. Metrics of images
+        other than the trainer's `eval_dataset` are left out of the log history, because the model card takes its
+        metrics from there."""
+        if eval_dataset is None or eval_dataset is self.eval_dataset or isinstance(eval_dataset, dict):
             # For a dict of data sets, `Trainer` calls this method with each of them.
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         kept = len(self.state.log_history)
@@ -412,6 +413,12 @@ class ImageTrainer(Trainer):
             prefix = "eval_" if record["step"] <= self.kept_step and "eval_runtime" in record else "test_"
             found |= {name.removeprefix(prefix): record[name] for name in record if name.startswith(prefix)}
         return found
+
+    @property
+    def measured_dataset(self):
+        """Images of `metrics`: `test_dataset` after `run`, otherwise `eval_dataset`."""
+        is_tested = any("test_runtime" in record for record in self.state.log_history)
+        return self.test_dataset if is_tested else self.eval_dataset
 
 
 class SaveAndStop(TrainerCallback):

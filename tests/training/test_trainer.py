@@ -260,14 +260,15 @@ def test_the_best_epoch_is_kept_and_measured(best, make, images, tmp_path):
 
 
 @pytest.mark.parametrize("prefix", ["eval", "test"])
-def test_the_card_reports_no_metrics_of_other_images(prefix, make, tmp_path):
+def test_the_card_reports_no_metrics_of_other_images(prefix, make, images, tmp_path):
     """The card reports the metrics of `eval_dataset`, even if other images were evaluated after the training."""
-    own = make()
+    own = make(test=images)
     own.accuracies = (0.5, 0.75, 0.25)
     own.train()
     assert own.evaluate("cifar10-subset", metric_key_prefix=prefix)[f"{prefix}_accuracy"] == 0.25
     own.save_model()
-    assert "accuracy 0.7500" in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert "accuracy 0.7500" in card and "chosen and measured on eval_dataset" in card
 
 
 def test_a_finished_run_is_kept_and_a_longer_one_continues(make, tmp_path):
