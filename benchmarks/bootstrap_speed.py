@@ -68,6 +68,8 @@ def main():
     arguments = parser.parse_args()
     if arguments.views and not arguments.test:
         parser.error("--views needs --test")
+    if arguments.parts and (arguments.test or choose_device().type != "cpu"):
+        parser.error("--parts measures on a CPU, and takes no --test")
     if arguments.test:
         compare_accuracies(arguments)
     elif arguments.parts:
@@ -282,10 +284,12 @@ def time_products(teacher: nn.Module, model: nn.Module, pixel_values: torch.Tens
             clock = Clock()
             outputs = products(None)
             clock.stop("forward")
-            torch.autograd.grad(outputs, variables, [torch.ones_like(output) for output in outputs])
+            gradients = [torch.ones_like(output) for output in outputs]
+            clock.stop("gradients")
+            torch.autograd.grad(outputs, variables, gradients)
             clock.stop("backward")
-        for part, value in clock.seconds.items():
-            seconds[part] = seconds.get(part, 0.0) + value
+        for part in ("forward", "backward"):
+            seconds[part] = seconds.get(part, 0.0) + clock.seconds[part]
     return seconds
 
 

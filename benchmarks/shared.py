@@ -120,8 +120,9 @@ def check_origin(path: Path, origin: str):
     """Write a note next to a file or folder that says how the path is made. Exit if the path exists and its note is
     another one."""
     note = path.with_name(f"{path.name}.txt")
-    before = note.read_text("utf-8") if note.is_file() else "unknown"
-    if path.exists() and before != origin:
+    if path.exists() and not note.is_file():
+        raise SystemExit(f"{path} has no note {note.name} that says how it was made; remove it.")
+    if path.exists() and (before := note.read_text("utf-8")) != origin:
         raise SystemExit(f"{path} is the result of another command; remove it and {note.name}: {before}")
     path.parent.mkdir(parents=True, exist_ok=True)
     note.write_text(origin, "utf-8")

@@ -179,8 +179,8 @@ def embeddings(arguments, folder: Path, part: str) -> dict[str, dict]:
     """Return a student's embeddings of the views of the test photographs, or of training photographs (`part` is
     "fit"), by placement and number of tokens. Embeddings are saved in the folder and reused."""
     file = folder / f"{part}.pt"
-    names = ("train", "test", "backgrounds", "object_images", "fit_images", "mixed_precision")
-    shared.check_origin(file, shared.describe_options(arguments, *names))
+    names = ("train", "fit_images") if part == "fit" else ("test", "backgrounds", "object_images")
+    shared.check_origin(file, shared.describe_options(arguments, "mixed_precision", *names))
     if file.is_file():
         return torch.load(file)
     model, processor = load_model(folder, "image-classification", str(choose_device()))

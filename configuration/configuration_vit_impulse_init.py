@@ -73,5 +73,12 @@ class ViTImpulseInitConfig(PlainViTConfig):
     pooling: Literal["mean", "cls"] = "mean"
     initialization: Initialization = "impulse"
 
+    def validate_positions(self):
+        """Check that `hidden_size` is divisible by 4, because positions have sines and cosines of x and y."""
+        if self.hidden_size % 4:
+            raise ValueError(
+                f"`hidden_size`={self.hidden_size} is not a multiple of 4 (sines and cosines of x and y)."
+            )
+
 
 __all__ = ["ViTImpulseInitConfig"]

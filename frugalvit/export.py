@@ -191,7 +191,7 @@ def export_plain(options: ExportOptions) -> dict[str, object]:
         set_size(smaller, size)
         smaller.resample = Resampling.BILINEAR
         smaller.save_pretrained(folder)
-        processors = (image_processor, smaller)
+        processors = (image_processor, load_pretrained(AutoImageProcessor, folder))
         views = zip(*(image_batches(each, images, BATCH_SIZE, skip_corrupt=True) for each in processors), strict=True)
         report = compare_outputs(
             lambda pixel_values, smaller: part(pixel_values),

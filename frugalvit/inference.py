@@ -64,10 +64,10 @@ def as_record(image: object) -> Path | Mapping | Image.Image:
 
 
 class Application:
-    """Base class of `Embedder` and `Classifier`. A call with images yields an array for each image, in order. Threads
-    may share an instance, and an instance can be pickled."""
+    """Base class of `Embedder`, `Classifier` and `Predictor`. A call with images yields a result for each image, in
+    order. Threads may share an instance, and an instance can be pickled."""
 
-    # "embeddings" or "scores", for error messages.
+    # "embeddings" or "scores", for error messages of `_compute`. A subclass with a `_compute` of its own needs none.
     what: str
 
     def __init__(

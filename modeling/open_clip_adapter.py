@@ -4,6 +4,7 @@ Only `to_open_clip` imports the package open_clip.
 """
 
 import copy
+import functools
 import math
 
 import torch
@@ -65,7 +66,7 @@ class OpenClipVisual(nn.Module):
         self.image_mean = image_format.mean
         self.image_std = image_format.std
 
-    @property
+    @functools.cached_property
     def preprocess_cfg(self) -> dict:
         """Preprocessing of images for `open_clip.image_transform_v2`.
 

@@ -13,9 +13,6 @@ from torch import nn
 
 # Smallest speedup that justifies a second copy of the weights.
 MIN_SPEEDUP = 1.1
-# Number of elements of a weight that are compared to detect a change. More elements detect smaller changes, but cost
-# more time. With this prime number and an odd step, they lie in many rows and columns of common weights.
-SAMPLE_SIZE = 127
 
 
 class PackedLinear(nn.Linear):
@@ -23,8 +20,8 @@ class PackedLinear(nn.Linear):
     packed copy if gradients are disabled.
 
     The layer shares weight and bias with `linear`. If the weight is changed or moved, the layer computes without the
-    packed copy. If only a small part of the weight is changed through `.data` or NumPy, the layer may not detect the
-    change. After such a change, pack the layer again.
+    packed copy. If only a few elements of the weight are changed through `.data` or NumPy, the layer may not detect
+    the change. After such a change, pack the layer again.
     """
 
     def __init__(self, linear: nn.Linear):
@@ -39,8 +36,9 @@ class PackedLinear(nn.Linear):
             self.packed = pack(weight)
             self.address = weight.data_ptr()
             self.version = weight._version
-            # Changes through `.data` or NumPy do not increase the version, but change this view of the weight.
-            self.elements = weight.view(-1)[:: (weight.numel() - 1) // SAMPLE_SIZE | 1]
+            # Changes through `.data` or NumPy do not increase the version, but change this view of the weight, which
+            # has elements of every row and, with an odd step, of many columns.
+            self.elements = weight.view(-1)[:: (min(weight.shape) - 1) | 1]
             self.packed_elements = self.elements.clone()
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -51,13 +49,15 @@ class PackedLinear(nn.Linear):
     def can_use_packed(self, input: torch.Tensor) -> bool:
         """Return whether the packed weight is up to date and has the device and dtype of `input`."""
         weight = self.weight
+        if self.packed is None or weight.data_ptr() != self.address:
+            # Free the copies of a weight that was replaced or moved.
+            self.packed = self.elements = self.packed_elements = None
+            return False
         return (
-            self.packed is not None
-            and not torch.is_autocast_enabled("cpu")
+            not torch.is_autocast_enabled("cpu")
             and input.device.type == "cpu"
             and input.dtype == weight.dtype
             and input.numel() > 0
-            and weight.data_ptr() == self.address
             and weight._version == self.version
             and torch.equal(self.elements, self.packed_elements)
         )
@@ -103,14 +103,16 @@ def pack_linear_layers(model: nn.Module) -> int:
     copies take as much memory as the weights.
 
     Returns:
-        `int`: Number of packed layers. Layers whose weights were made under `torch.inference_mode()` are not packed.
+        `int`: Number of packed layers. Layers whose weights are not contiguous or were made under
+            `torch.inference_mode()` are not packed.
     """
     count = 0
     for module in list(model.modules()):
         for name, child in module.named_children():
-            if type(child) is not nn.Linear or child.weight.device.type != "cpu" or child.weight.is_inference():
+            if type(child) is not nn.Linear or child.weight.device.type != "cpu":
                 continue
-            if packing_pays(child.weight.dtype):
+            can_pack = child.weight.is_contiguous() and not child.weight.is_inference()
+            if can_pack and packing_pays(child.weight.dtype):
                 setattr(module, name, PackedLinear(child))
                 count += 1
     return count

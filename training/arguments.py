@@ -280,21 +280,30 @@ def run_program(main: Callable, prog: str, debug: bool = False) -> int:
         code = main()
         sys.stdout.flush()
         return code or 0
-    except BrokenPipeError:
-        # A program such as `head` closed the pipe. Redirect stdout, because flushing it at exit would fail again.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
     except KeyboardInterrupt:
         if debug:
             raise
         print(f"\n{prog}: interrupted", file=sys.stderr)
         return 130
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and is_stdout_closed():
+            # A program such as `head` closed the pipe. Redirect stdout, because flushing it at exit would fail again.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 1
         if debug or not (message := user_message(error)):
             raise
     # Print after the `except` block, when progress bars are closed. The message then gets its own line.
     print(f"{prog}: error: {message}", file=sys.stderr)
     return 1
+
+
+def is_stdout_closed() -> bool:
+    """Return whether the program that reads this program's output has ended."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        return True
+    return False
 
 
 def end_on_sigterm():

@@ -257,7 +257,7 @@ class BootstrapTrainer(ImageTrainer):
         # A student with `name_or_path` was loaded by `from_pretrained`, so it was bootstrapped before.
         continued = bool(config.name_or_path)
         args = resolve_arguments(args, config.has_patch_embedding, max(teacher_format.size), continued)
-        source = teacher.source if isinstance(teacher, Anatomy) else teacher
+        source = read_anatomy(teacher, teacher_format.size).source
         source.to(args.device).eval().requires_grad_(False)
         # The teacher is read on its device. An `Anatomy` contains views of fused layers, which do not move with them.
         self.anatomy = teacher = read_anatomy(source, teacher_format.size)

@@ -60,11 +60,12 @@ def write_card(folder: Path, model, summary: str, metrics: dict[str, float], tra
     results = None
     # The hub lists results by the data set's hub id. Results are left out if the data set has no hub id.
     if metric in metrics and measured_on:
+        is_tested = trainer.measured_dataset is not trainer.eval_dataset
         result = EvalResult(
             task_type=task,
             dataset_type=measured_on[0],
             dataset_name=" ".join(measured_on),
-            dataset_split=data and (data.tested or data.evaluated),
+            dataset_split=data and (data.tested if is_tested else data.evaluated),
             metric_type=metric,
             metric_value=round(metrics[metric], 4),
         )

@@ -187,6 +187,12 @@ class ImageTrainer(Trainer):
         """Convert images in any form that `as_images` accepts to a data set with columns."""
         return as_images(images)
 
+    def get_eval_dataloader(self, eval_dataset=None):
+        """Return the evaluation data loader. `eval_dataset` may have any form that `as_images` accepts."""
+        if eval_dataset is not None and not isinstance(eval_dataset, Views):
+            eval_dataset = self.evaluation_views(eval_dataset)
+        return super().get_eval_dataloader(eval_dataset)
+
     def get_test_dataloader(self, test_dataset):
         """Return the test data loader. `test_dataset` may have any form that `as_images` accepts."""
         return super().get_test_dataloader(self.evaluation_views(test_dataset))
@@ -198,9 +204,11 @@ class ImageTrainer(Trainer):
         if eval_dataset is None or eval_dataset is self.eval_dataset or isinstance(eval_dataset, dict):
             # For a dict of data sets, `Trainer` calls this method with each of them.
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        if isinstance(eval_dataset, str):
+            # For `Trainer`, a string is a key of a dict of data sets.
+            eval_dataset = self.evaluation_views(eval_dataset)
         kept = len(self.state.log_history)
-        views = eval_dataset if isinstance(eval_dataset, Views) else self.evaluation_views(eval_dataset)
-        metrics = super().evaluate(views, ignore_keys, metric_key_prefix)
+        metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         del self.state.log_history[kept:]
         return metrics
 
@@ -418,7 +426,7 @@ class ImageTrainer(Trainer):
     def measured_dataset(self):
         """Images of `metrics`: `test_dataset` after `run`, otherwise `eval_dataset`."""
         is_tested = any("test_runtime" in record for record in self.state.log_history)
-        return self.test_dataset if is_tested else self.eval_dataset
+        return self.test_dataset if self.test_dataset is not None and is_tested else self.eval_dataset
 
 
 class SaveAndStop(TrainerCallback):

@@ -61,7 +61,7 @@ class PlainImages:
         return {"image": image} | ({"label": int(label[0])} if "label" in self.features else {})
 
     def select(self, indices) -> "PlainImages":
-        return PlainImages(Subset(self.source, list(indices)), self.features)
+        return PlainImages(Subset(self.source, [int(index) for index in indices]), self.features)
 
     def remove_columns(self, name: str) -> "PlainImages":
         return PlainImages(self.source, datasets.Features({"image": self.features["image"]}))

@@ -24,18 +24,23 @@ from .anatomy import (
 
 # Class names of pre-norm blocks. A post-norm block, `ResPostBlock`, has the same parts, so class names are checked.
 _BLOCKS = ("Block", "EvaBlock")
+# Attributes of CaiT, XCiT, ConViT and VOLO. In these models, the first blocks process patch tokens without a class
+# token.
+_LATE_CLASS_TOKENS = ("blocks_token_only", "cls_attn_blocks", "local_up_to_layer", "post_network")
 
 
 def read(model: nn.Module, image_size: tuple[int, int] | None = None) -> Anatomy:
     """Read a timm model into an `Anatomy`. With `image_size`, change the image size of the model in place."""
+    num_class_tokens = int(getattr(model, "cls_token", None) is not None)
+    if any(hasattr(model, name) for name in _LATE_CLASS_TOKENS):
+        num_class_tokens = 0
     try:
-        return _read_plain(model, image_size)
+        return _read_plain(model, num_class_tokens, image_size)
     except NotAPlainViT as error:
-        # The number of class tokens is 0, because in some models, such as CaiT, the first blocks have no class token.
-        return Anatomy(model, unsupported_reason=str(error))
+        return Anatomy(model, num_class_tokens=num_class_tokens, unsupported_reason=str(error))
 
 
-def _read_plain(model: nn.Module, image_size: tuple[int, int] | None) -> Anatomy:
+def _read_plain(model: nn.Module, num_class_tokens: int, image_size: tuple[int, int] | None) -> Anatomy:
     if len({info["reduction"] for info in getattr(model, "feature_info", ())}) > 1:
         raise NotAPlainViT("it is hierarchical or hybrid, with fewer positions from stage to stage")
     if not len(getattr(model, "blocks", ())) or not hasattr(model, "patch_embed"):
@@ -48,7 +53,6 @@ def _read_plain(model: nn.Module, image_size: tuple[int, int] | None) -> Anatomy
         model.set_input_size(img_size=image_size)
         position_table = getattr(model, "pos_embed", None)
     grid = tuple(model.patch_embed.grid_size)
-    num_class_tokens = int(getattr(model, "cls_token", None) is not None)
     patches, patches_reason = _read_patches(model)
     embedding_reason = None
     try:

@@ -48,14 +48,16 @@ def test_gains_are_those_at_the_same_mean_cost():
         assert found[f"{view}: gain at equal time of content"] == pytest.approx(0.175)
 
 
-@pytest.mark.parametrize("name", ["test", "backgrounds", "object_images", "fit_images"])
-def test_embeddings_of_other_images_are_not_reused(name, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("part", "name"), [("test", "test"), ("test", "backgrounds"), ("test", "object_images"), ("fit", "fit_images")]
+)
+def test_embeddings_of_other_images_are_not_reused(part, name, tmp_path, monkeypatch):
     monkeypatch.setattr(two_looks, "load_model", lambda *_: (None, ViTImageProcessor()))
     monkeypatch.setattr("caltech101.outputs_for", lambda *_: (torch.zeros(1), torch.zeros(1)))
     options = {"train": "a", "test": "b", "backgrounds": "c", "mixed_precision": "no"}
     arguments = argparse.Namespace(**options, object_images=4, fit_images=4)
-    found = two_looks.embeddings(arguments, tmp_path, "fit")
-    assert two_looks.embeddings(arguments, tmp_path, "fit") == found
+    found = two_looks.embeddings(arguments, tmp_path, part)
+    assert two_looks.embeddings(arguments, tmp_path, part) == found
     setattr(arguments, name, 8)
     with pytest.raises(SystemExit, match="another command"):
-        two_looks.embeddings(arguments, tmp_path, "fit")
+        two_looks.embeddings(arguments, tmp_path, part)

@@ -181,7 +181,7 @@ def test_a_sparseformer_is_a_visual_tower_of_open_clip(towers):
     for fields in ({"resample": 0}, {"resize_size": 40}):
         clip.visual.model.config.update({"resample": 3, "resize_size": 32} | fields)
         with pytest.raises(ValueError, match="which open_clip cannot express"):
-            clip.visual.preprocess_cfg  # noqa: B018
+            OpenClipVisual(clip.visual.model).preprocess_cfg  # noqa: B018
 
 
 @torch.no_grad()

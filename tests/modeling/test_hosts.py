@@ -274,6 +274,9 @@ def test_models_other_than_plain_vision_transformers_are_refused_by_every_method
             frugalvit.SparseFormerModel.from_teacher(model)
         with pytest.raises(ValueError, match=r"Cannot initialize \w+: "):
             impulse_init_(model)
+    # Context Broadcasting needs the number of class tokens of a BEiT, too.
+    build, _ = REFUSED["relative position biases"]
+    assert read_anatomy(build()).num_class_tokens == 1
 
 
 def test_the_documentation_has_a_row_for_each_host():

@@ -59,6 +59,7 @@ def test_a_student_names_its_teacher_and_data(base_model, hub_id, tmp_path):
         kept_step=2,
         state=SimpleNamespace(max_steps=2),
         eval_dataset=None,
+        measured_dataset=None,
     )
     write_card(tmp_path, make_vit(), "A student.", {"alignment": 0.91}, trainer)
     data = ModelCard.load(tmp_path / "README.md").data
