@@ -32,6 +32,7 @@ class PackedLinear(nn.Linear):
         self.packed = None
         weight = self.weight.detach()
         # Weights made under `torch.inference_mode()` have no version counter, so a change could not be detected.
+        # Other layouts than contiguous ones have no flat view.
         if weight.is_contiguous() and not weight.is_inference():
             self.packed = pack(weight)
             self.address = weight.data_ptr()
@@ -111,8 +112,10 @@ def pack_linear_layers(model: nn.Module) -> int:
         for name, child in module.named_children():
             if type(child) is not nn.Linear or child.weight.device.type != "cpu":
                 continue
-            can_pack = child.weight.is_contiguous() and not child.weight.is_inference()
-            if can_pack and packing_pays(child.weight.dtype):
-                setattr(module, name, PackedLinear(child))
+            if not packing_pays(child.weight.dtype):
+                continue
+            packed = PackedLinear(child)
+            if packed.packed is not None:
+                setattr(module, name, packed)
                 count += 1
     return count
