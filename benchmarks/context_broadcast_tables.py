@@ -205,9 +205,10 @@ def main():
             *load_model(folder, "image-classification", "cpu"), test_images, arguments.table != "hierarchical"
         )
 
+    options = shared.describe_options(arguments, "dataset", "eval_dataset", "class_names")
     for name in names:
         folders = [shared.run_row(arguments, train, name, seed, REDUCED | table[name])[0] for seed in arguments.seeds]
-        measured = [shared.measured_once(folder, measure_run) for folder in folders]
+        measured = [shared.measured_once(folder, measure_run, options) for folder in folders]
         row = {"row": name}
         for column in measured[0]:
             values = [each[column] for each in measured]

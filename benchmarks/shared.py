@@ -132,7 +132,7 @@ def describe_options(arguments, *names: str) -> str:
     return json.dumps({name: getattr(arguments, name) for name in names})
 
 
-def measured_once(folder: Path, measure: Callable[[Path], dict | list[dict]], options: str = "") -> dict | list[dict]:
+def measured_once(folder: Path, measure: Callable[[Path], dict | list[dict]], options: str) -> dict | list[dict]:
     """Return `measure(folder)`. The result is saved in the folder, and later calls with equal options read it from
     there."""
     file = folder / "measured.json"
